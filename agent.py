@@ -3,7 +3,7 @@
     rollout     play episodes: the model samples turns, tools run while other episodes decode
     evaluate    success, pass@k, reward and more of a model in an environment
 
-    python agent.py --model_path runs/grpo          chat with the agent (window/chat.py)
+    python agent.py --model_path runs/grpo          chat with the agent (extras/serve/chat.py)
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import math
@@ -15,8 +15,10 @@ from importlib import import_module
 from itertools import chain, product
 
 # Imported before torch: it sets how torch's threads wait.
-from experiment import (EnvironmentFault, EpisodeBar, UserError, is_finite, mix, pass_at_k,
-                        problem, summarise, without_too_long)
+from core.errors import EnvironmentFault, UserError
+from core.bars import EpisodeBar
+from core.episodes import is_finite, pass_at_k, problem, summarise, without_too_long
+from core.seeds import mix
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -24,16 +26,16 @@ from torch.nn.utils.rnn import pad_sequence
 from envs import Limits, limits_of, options_of, rewards_of
 from envs.calls import shortened
 from envs.session import Session, Watch, load_environments
-from llm.chat import Chat
-from llm.tool_calls import parse_tool_calls
-from llm.engine import Row, make_engine
-from llm.memory import facts, techniques_of
+from core.chat import Chat
+from core.tool_calls import parse_tool_calls
+from core.engine import Row, make_engine
+from extras.memory.techniques import facts, techniques_of
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
 TOOL_STEPS = 4
-SERVERS = "llm.vllm"  # which only --sampler imports
+SERVERS = "extras.vllm.servers"  # which only --sampler imports
 
 
 @dataclass
@@ -267,7 +269,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         top_k, top_p: for evaluation and chat; training samples from the whole distribution.
         env_options, rewards: what `envs.options_of` and `envs.rewards_of` return.
         run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
-        engine: what samples (llm/engine.py), or a function of what `make_engine` takes.
+        engine: what samples (core/engine.py), or a function of what `make_engine` takes.
         on_end: a function that is called with each `Episode` as it ends, before `rewards` pays it.
 
     Prompts of max_tokens or more are dropped and counted; if the first rollout of a run has no
@@ -411,4 +413,4 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
 
 
 if __name__ == "__main__":
-    runpy.run_module("window.chat", run_name="__main__")
+    runpy.run_module("extras.serve.chat", run_name="__main__")

@@ -25,19 +25,24 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from experiment import (MemoryFlags, ModelFlags, RolloutFlags, Run, RunFlags, TrainingFlags,
-                        UserError, auto, check_accumulation, fill, flag, main, members,
-                        unusable)
+from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
+                         check_accumulation, fill, flag)
+from core.run import Run
+from core.errors import UserError
+from core.program import main
+from core.episodes import members, unusable
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import collate, evaluate, rollout, rollout_options
-from episodes.groups import collector, group_shares
-from episodes.tasks import train_and_held_out
-from llm import (TrainingState, adamw, cheapest_order, is_tiny, load_model, model_options,
-                 per_token, score, token_logprobs)
+from core.groups import collector, group_shares
+from core.tasks import train_and_held_out
+from core.adapter_files import TrainingState, adamw
+from core.batches import cheapest_order, per_token
+from core.loading import is_tiny, load_model, model_options
+from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged, reference
 from sft import teach_tiny
 
@@ -70,7 +75,7 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
 
 # A credit function takes B episodes (`agent.Trajectory`: rewards of its turns, group_id, messages,
 # info) and the options of `group_advantages`. It returns the advantages of all turns in one tensor,
-# episode after episode. Turn k is the k-th assistant message after the prompt (envs.trl.turns_of).
+# episode after episode. Turn k is the k-th assistant message after the prompt (extras.adapters.trl.turns_of).
 def episode_credit(episodes, **options):
     """Give all turns their episode's advantage: outcome supervision (2402.03300 section 4.1.2)."""
     totals = torch.tensor([math.fsum(t.rewards) for t in episodes])  # (B,)
@@ -277,7 +282,7 @@ def lower_clip(config):
     return config.clip_eps_low
 
 
-# The fields that all algorithms share stand in experiment/config.py. An `auto` field that the user
+# The fields that all algorithms share stand in core/config.py. An `auto` field that the user
 # leaves open is None until `settle` fills it: from the loss's paper, TINY or the environment, else
 # with the default that stands here.
 @dataclass(kw_only=True)

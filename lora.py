@@ -3,8 +3,8 @@
     y = W x + scale B A x        W (out, in) is frozen, A (r, in) and B (out, r) train in float32
 
 The model stays the stock transformers model. Each adapted Linear gets one object, `linear.lora`,
-and computes its output with it. Other files use it through the functions here (llm/beside.py joins
-plain ones, llm/probe.py removes some): another adapter (DoRA, tests/test_dora.py) is a subclass.
+and computes its output with it. Other files use it through the functions here (extras/fast/beside.py joins
+plain ones, extras/models/probe.py removes some): another adapter (DoRA, tests/test_dora.py) is a subclass.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
 """
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
-from experiment import UserError, give_back_memory
+from core.errors import UserError
+from extras.exact.process import give_back_memory
 
 import torch
 from torch import nn
@@ -149,7 +150,7 @@ class _MergedLoRA(torch.autograd.Function):
         return grad, None, grad_A, grad_B, None, None
 
 
-GRADIENT_SCALE = 2.0**12  # llm.logprobs multiplies by it: float16 gradients stay above 6e-8
+GRADIENT_SCALE = 2.0**12  # core.logprobs multiplies by it: float16 gradients stay above 6e-8
 
 
 class Cast(torch.autograd.Function):
@@ -439,4 +440,4 @@ def _exchange(model, frozen):
 
 if __name__ == "__main__":
     # The command is a program of its own: it loads models, which imports this file.
-    runpy.run_module("window.merge", run_name="__main__")
+    runpy.run_module("core.merge", run_name="__main__")

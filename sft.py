@@ -3,7 +3,7 @@
     sft_loss  -log pi(token | tokens before it), a mean over the demonstrator's tokens
     train     AdamW over shuffled epochs; loss and success on held-out data
 
-Demonstrations (episodes/imitation.py) are episodes of an environment's scripted expert, or what a
+Demonstrations (extras/data/imitation.py) are episodes of an environment's scripted expert, or what a
 file holds: conversations (--dataset) or recorded episodes (--trajectories).
 
 Only assistant tokens and their end-of-turn token are trained: prompts, templates and tool results
@@ -26,18 +26,22 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
-from experiment import (EnvironmentFlags, MemoryFlags, ModelFlags, Run, RunFlags, TrainingFlags,
-                        auto, fill, flag, imitation_learning_rate, main)
+from core.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto,
+                         fill, flag, imitation_learning_rate)
+from core.run import Run
+from core.program import main
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import collate, evaluate, rollout_options
-from episodes.imitation import demonstrations, evaluation_tasks, read_dataset
-from episodes.tasks import with_env
-from llm import (TrainingState, adamw, batches_of_like_length, is_tiny, load_model, merge,
-                 model_options, token_logprobs)
+from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
+from core.tasks import with_env
+from core.adapter_files import TrainingState, adamw
+from core.batches import batches_of_like_length
+from core.loading import is_tiny, load_model, merge, model_options
+from core.logprobs import token_logprobs
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,

@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import lora  # noqa: E402
-from llm import load_model, merge, save_model, token_logprobs  # noqa: E402
+from core.loading import load_model, merge  # noqa: E402
+from core.adapter_files import save_model
+from core.logprobs import token_logprobs
 
 
 @torch.no_grad()

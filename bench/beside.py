@@ -30,9 +30,11 @@ COMMAND = ["grpo.py", "--max_steps", "4", "--eval_tasks", "20"]
 def updates(model_path, count, dtype):
     """Print the seconds of each update as a line."""
     sys.path.insert(0, str(ROOT))
-    import experiment  # noqa: F401 (before torch, as in every program)
+    import core  # noqa: F401 (before torch, as in every program)
     import torch
-    from llm import adamw, load_model, token_logprobs
+    from core.adapter_files import adamw
+    from core.loading import load_model
+    from core.logprobs import token_logprobs
     from lora import merged
     model, _ = load_model(model_path, lora_r=16, dtype=dtype)
     optimizer = adamw(model, lr=1e-5, weight_decay=0.0)

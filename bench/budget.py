@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import lora
-import llm.logprobs as logprobs
-import llm.pointwise as pointwise
-import llm.quantization as quantization
-from llm import static_engine
-from llm.adapter_files import adamw
-from llm.engine import Engine, Row, make_engine
-from llm.loading import load_model
-from llm.memory import facts
+import core.logprobs as logprobs
+import extras.memory.pointwise as pointwise
+import extras.memory.quantization as quantization
+from extras.fast import static_engine
+from core.adapter_files import adamw
+from core.engine import Engine, Row, make_engine
+from core.loading import load_model
+from extras.memory.techniques import facts
 
 aten = torch.ops.aten
 MIB = 2**20

@@ -20,13 +20,13 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from experiment.data import json_rows, read_yaml, reading, whole  # noqa: E402
-from experiment.episodes import transcript  # noqa: E402
-from experiment.errors import UserError, printable  # noqa: E402
-from experiment.files import replace_file  # noqa: E402
-from experiment.output_folder import CONFIG, EPISODES  # noqa: E402
-from window.curves import number  # noqa: E402
-from window.report import logs_of, program_of, result_of, wilson  # noqa: E402
+from core.data import json_rows, read_yaml, reading, whole  # noqa: E402
+from core.episodes import transcript  # noqa: E402
+from core.errors import UserError, printable  # noqa: E402
+from core.files import replace_file  # noqa: E402
+from extras.exact.output_folder import CONFIG, EPISODES  # noqa: E402
+from extras.show.curves import number  # noqa: E402
+from extras.show.report import logs_of, program_of, result_of, wilson  # noqa: E402
 
 CUT = ("max_tokens", "max_new_tokens")      # stop reasons of a truncated episode
 MAX_CALLS = 8           # rows of the histogram of calls per episode

@@ -1,5 +1,5 @@
 """Completions of plain prompts by the decoding engine, for measurements and tests."""
-from llm.engine import Engine, Row
+from core.engine import Engine, Row
 
 
 def generate(engine: Engine, prompts, *, group_size: int = 1, max_new_tokens: int = 128,

@@ -31,7 +31,7 @@ ROWS, PROMPT, TOKENS, VOCABULARY = 8, 40, 32, 96
 def pair(model, seed: int):
     """Return the (wall, CPU) seconds of both: generate, then the engine."""
     from bench.completions import generate
-    from llm.engine import make_engine
+    from core.engine import make_engine
     rng = random.Random(seed)
     prompts = [rng.choices(range(3, VOCABULARY), k=PROMPT) for _ in range(ROWS)]
     took = []
@@ -59,10 +59,10 @@ def main():
     args = parser.parse_args()
     import decoders
 
-    from llm.loading import _use_causal_attention as use_causal_attention
-    from llm.loading import fast_float32
-    from llm.memory import facts
-    from llm.probe import probe
+    from core.loading import _use_causal_attention as use_causal_attention
+    from core.loading import fast_float32
+    from extras.memory.techniques import facts
+    from extras.models.probe import probe
     fast_float32()
     ratios = {}
     for family in args.families:

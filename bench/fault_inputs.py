@@ -24,14 +24,15 @@ import dpo  # noqa: E402
 import grpo  # noqa: E402
 import reward_weighted  # noqa: E402
 import sft  # noqa: E402
-from window import report  # noqa: E402
-from episodes.tasks import load_tasks  # noqa: E402
-from experiment.program import main  # noqa: E402
-from llm import load_model, save_model  # noqa: E402
-from llm.tiny import make_tiny  # noqa: E402
+from extras.show import report  # noqa: E402
+from core.tasks import load_tasks  # noqa: E402
+from core.program import main  # noqa: E402
+from core.loading import load_model  # noqa: E402
+from core.adapter_files import save_model
+from core.tiny import make_tiny  # noqa: E402
 
 SECONDS = 20
-PROGRAMS = ("sft.py: ", "dpo.py: ", "grpo.py: ", "reward_weighted.py: ", "window.report: ")
+PROGRAMS = ("sft.py: ", "dpo.py: ", "grpo.py: ", "reward_weighted.py: ", "extras.show.report: ")
 ODD = [None, True, 0, -1, 1.5, 1e300, 10**400, "", " ", "x", "\ud800", "\0", "\x1b]52;c;eA==\x07", "<|im_end|>",
        "../../x", [], {}, [None], [[]], [0], ["x"], {"a": None}, {"self": 1}, {"": ""}, "word " * 5000, float("nan")]
 RAW = {"deep": b"[" * 10**5, "digits": b"9" * 5000, "60 MB": b'"' + b"x" * 60_000_000 + b'"', "not UTF-8": b'"\xe9"',
@@ -123,7 +124,7 @@ def page(folder):
         try:
             report.main([str(folder)])
         except (report.UserError, OSError) as error:
-            print(f"window.report: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"extras.show.report: {' '.join(str(error).split())}", file=sys.stderr)
             sys.exit(2)
     return run
 

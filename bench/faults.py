@@ -35,9 +35,9 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fault_inputs  # noqa: E402
 
-from experiment.checkpoint import newest_checkpoint, read_state  # noqa: E402
-from experiment.errors import UserError  # noqa: E402
-from llm.tiny import make_tiny  # noqa: E402
+from extras.exact.checkpoint import newest_checkpoint, read_state  # noqa: E402
+from core.errors import UserError  # noqa: E402
+from core.tiny import make_tiny  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "faults.json"
 LOST = ("unreadable", "lost_more_than_an_interval", "failed", "final_bits_differ")

@@ -84,7 +84,7 @@ def make_model(shape: str, folder: Path):
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from llm.tiny import make_tiny
+    from core.tiny import make_tiny
     tokenizer = make_tiny()[1]
     config = Qwen2Config(**SHAPES[shape][0], bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
                          pad_token_id=tokenizer.pad_token_id, dtype="bfloat16", architectures=["Qwen2ForCausalLM"])

@@ -190,8 +190,8 @@ def compare_with_cpu(args, folder: str, options: dict) -> dict:
     import torch
 
     from bench.completions import generate
-    from llm.engine import make_engine
-    from llm.loading import load_model
+    from core.engine import make_engine
+    from core.loading import load_model
     from lora import adapters, merged
     reference, _ = load_model(folder, lora_r=16, device="cpu", **{**options, "dtype": "float32"})
     model, _ = load_model(folder, lora_r=16, **options)
@@ -239,7 +239,7 @@ def families(args) -> dict:
     import torch
     sys.path.insert(0, str(ROOT / "tests"))
     import test_models
-    from llm.engine import make_engine
+    from core.engine import make_engine
     from lora import merged
     engines, result, checks = [], {}, {}
 
@@ -276,7 +276,7 @@ def trainer_numbers(model, ids, mask):
     """Return the log-probabilities (B, T) of the update and all adapters' gradients as one vector, on the host."""
     import torch
 
-    from llm.logprobs import token_logprobs
+    from core.logprobs import token_logprobs
     from lora import adapters, merged
     with merged(model, update=True):
         logprobs, _ = token_logprobs(model.train(), ids.to(model.device), mask.to(model.device))
@@ -405,7 +405,7 @@ def steps_of_grpo(args, folder: str, memory: str, episodes: int, prompt: int, le
 def words_of_prompt(tokenizer, tokens: int) -> tuple[int, int]:
     """Return how many words make a prompt of about so many tokens, and the tokens that it then has."""
     from envs import schemas
-    from llm.chat import Chat
+    from core.chat import Chat
     chat = Chat(tokenizer, schemas(Essay))
 
     def size(words):
@@ -417,7 +417,7 @@ def words_of_prompt(tokenizer, tokens: int) -> tuple[int, int]:
 
 def forced_rows(tokenizer, turn: int):
     """Return a maker of rows that look around in their first turn and then write, a quarter to all of what fits."""
-    from llm.engine import Row
+    from core.engine import Row
     words = tokenizer.encode(" the of and to in is it for on that with as are was be", add_special_tokens=False)
     call = tokenizer.encode('<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>', add_special_tokens=False)
     numbers = count()
@@ -432,7 +432,7 @@ def forced_rows(tokenizer, turn: int):
 
 def watched(agent, graphs: list, outside: list):
     """Let the engines of `agent` leave the number of graphs that each captures, and the memory outside torch then."""
-    from llm.static_engine import StaticEngine
+    from extras.fast.static_engine import StaticEngine
     make_engine, capture = agent.make_engine, StaticEngine.capture
 
     def make(*positional, **named):
@@ -453,7 +453,7 @@ def counted(config) -> dict:
     import grpo
     from bench.budget import measure
     from bench.memory import workload
-    from llm.loading import model_options
+    from core.loading import model_options
     peaks = measure({"path": config.model_path, **model_options(config)},
                     workload(grpo, config, config.memory), device().type)
     return {phase: peaks[phase] / MIB for phase in ("update", "rollout")}
@@ -474,7 +474,7 @@ def decode(args, folder: str, kind: str, bandwidth: float | None) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from llm.loading import load_model
+    from core.loading import load_model
     torch.backends.cuda.enable_cudnn_sdp(False)
     if kind == "engine":
         model, _ = load_model(folder, dtype="bfloat16", train=False)
@@ -518,7 +518,7 @@ def decode_once(args, model, kind: str, rows: int, tokens: int) -> tuple[float, 
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     from bench.completions import generate
-    from llm.engine import make_engine
+    from core.engine import make_engine
     generator = torch.Generator().manual_seed(rows)
     prompts = torch.randint(300, model.config.vocab_size, (rows, args.prompt), generator=generator)
     facts = {}
@@ -581,8 +581,8 @@ def graphs(args, folder: str) -> dict:
     """Capture the decode windows of many buckets, and measure what the driver keeps for each outside torch's memory."""
     import torch
 
-    from llm.engine import make_engine
-    from llm.loading import load_model
+    from core.engine import make_engine
+    from core.loading import load_model
     from lora import merged
     options = {"memory": "small"} if has_bitsandbytes() else {}
     model, _ = load_model(folder, lora_r=16, dtype="bfloat16", **options)
@@ -610,8 +610,8 @@ def update(args, folder: str) -> dict:
     """Measure tokens/s of forward and backward over full rows, LoRA, with and without gradient checkpointing."""
     import torch
 
-    from llm.loading import load_model
-    from llm.logprobs import token_logprobs
+    from core.loading import load_model
+    from core.logprobs import token_logprobs
     from lora import merged
     result = {}
     for memory in ("plain", "checkpoint"):

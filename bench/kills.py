@@ -29,9 +29,9 @@ from tqdm import tqdm  # noqa: E402
 
 import grpo  # noqa: E402
 import sft  # noqa: E402
-from experiment.checkpoint import checkpoints, read_state  # noqa: E402
-from experiment.errors import UserError  # noqa: E402
-from llm.tiny import make_tiny  # noqa: E402
+from extras.exact.checkpoint import checkpoints, read_state  # noqa: E402
+from core.errors import UserError  # noqa: E402
+from core.tiny import make_tiny  # noqa: E402
 
 SAVE_EVERY = 2
 CONFIGS = {

@@ -94,7 +94,7 @@ def ending_environment():
 
 def task_rows(seed, steps) -> list[dict]:
     """Return the tasks of all steps as grpo.py draws them, as rows for TRL."""
-    from episodes.tasks import draw_tasks, load_tasks
+    from core.tasks import draw_tasks, load_tasks
     from envs.equations import Equations
     tasks = load_tasks("equations", "train", 10_000, seed)
     rows = []
@@ -107,7 +107,7 @@ def task_rows(seed, steps) -> list[dict]:
 
 
 def rate(step, steps) -> float:
-    """Return the share of the peak learning rate: `Run.scheduled` of experiment/run.py."""
+    """Return the share of the peak learning rate: `Run.scheduled` of core/run.py."""
     warmup_steps = max(1, min(20, steps // 10))
     return min(1.0, (step + 1) / warmup_steps) * (1 - 0.9 * min(step / steps, 1.0))
 
@@ -122,7 +122,8 @@ def make_trainer(base, folder, seed, steps, environment, iterations=1, callbacks
     from trl.chat_template_utils import qwen3_template
 
     from envs.equations import Equations
-    from llm import load_model, save_model
+    from core.loading import load_model
+    from core.adapter_files import save_model
     start = str(Path(folder) / "start")
     fresh, tokenizer = load_model(base, lora_r=LORA_R, seed=seed)
     save_model(fresh, start)
@@ -174,7 +175,7 @@ def worker(args):
     base = taught_base(args.out)
     folder = Path(args.out) / f"{arm}_{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    from llm import load_model
+    from core.loading import load_model
     if arm == "gradient":
         return write_row(args, arm, seed, gradient(base, seed))
     if arm == "before":
@@ -186,7 +187,7 @@ def worker(args):
     else:
         adapter, rewards = train_ours(base, folder, seed, args.steps, passes)
     times = clock.read()
-    from experiment.process import peak_memory_mb
+    from extras.exact.process import peak_memory_mb
     memory = round(peak_memory_mb())
     model, tokenizer = load_model(str(adapter), train=False)
     after = exam(model, tokenizer, args.tasks)
@@ -206,7 +207,7 @@ def gradient(base, seed) -> dict:
 
     from bench.vs_trl import compare_gradients, write_gradients
     from lora import adapter_tensors, adapters
-    from llm import load_model
+    from core.loading import load_model
     model, tokenizer = load_model(base, lora_r=LORA_R, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     # With B = 0 every gradient of A is 0, and so is the KL.
@@ -232,10 +233,10 @@ def plain(name) -> str:
 
 def our_gradient(model, tokenizer, config):
     """Return the episodes of a step and its loss; its gradient stays in the model."""
-    from episodes.tasks import draw_tasks, load_tasks
+    from core.tasks import draw_tasks, load_tasks
     import grpo
     from agent import collate, rollout, rollout_options
-    from llm import token_logprobs
+    from core.logprobs import token_logprobs
     from lora import merged, reference
     config = grpo.settle(config)
     tasks = draw_tasks(load_tasks("equations", "train", 10_000, config.seed), config.seed, 0,

@@ -34,7 +34,7 @@ def taught_base(out) -> str:
         return str(base)
     import grpo
     import sft
-    from experiment.distributed import join
+    from core.distributed import join
     config = grpo.Config(output_dir=str(out))
     run = SimpleNamespace(folder=Path(out), ranks=join(), begin=lambda: None)
     return sft.teach_tiny(config, run)
@@ -46,7 +46,7 @@ def exam(model, tokenizer, tasks=TASKS) -> dict:
     The tasks are the same for every run, and so are the seeds that their episodes are sampled with.
     """
     import envs
-    from episodes.tasks import load_tasks
+    from core.tasks import load_tasks
     from agent import Limits, evaluate
     limits = Limits(**envs.limits("equations"))
     held_out = load_tasks("equations", "test", tasks, 0)

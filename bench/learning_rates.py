@@ -22,7 +22,7 @@ RESULTS = os.path.join(ROOT, "bench", "results", "learning_rates.json")
 
 def short_template(model_path, folder):
     """Make `folder` a copy of the model (links) with a chat template that shows tools in few tokens."""
-    from llm.tiny import TINY_TEMPLATE
+    from core.tiny import TINY_TEMPLATE
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(model_path, folder, copy_function=lambda a, b: os.symlink(os.path.abspath(a), b))
     os.remove(os.path.join(folder, "chat_template.jinja"))

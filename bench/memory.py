@@ -24,11 +24,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.budget import MIB, Workload, measure  # noqa: E402
-from experiment.command_line import parse  # noqa: E402
-from experiment.errors import UserError  # noqa: E402
-from llm.loading import model_options  # noqa: E402
-from llm.memory import SETTINGS, techniques  # noqa: E402
-from llm.tiny import make_tiny  # noqa: E402
+from core.command_line import parse  # noqa: E402
+from core.errors import UserError  # noqa: E402
+from core.loading import model_options  # noqa: E402
+from extras.memory.techniques import SETTINGS, techniques  # noqa: E402
+from core.tiny import make_tiny  # noqa: E402
 
 # hidden, layers, heads, KV heads, MLP, vocabulary, tied: config.json of the Qwen2.5 models
 MODELS = {"Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True), "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True),

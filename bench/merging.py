@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import lora  # noqa: E402
-from llm.loading import load_model  # noqa: E402
-from llm.logprobs import token_logprobs  # noqa: E402
+from core.loading import load_model  # noqa: E402
+from core.logprobs import token_logprobs  # noqa: E402
 
 WAYS = ("merged", "beside", "nearest", "float32")
 

@@ -25,8 +25,8 @@ SEEDS, RESULTS = (0, 1, 2), os.path.join(ROOT, "bench", "results")
 SHUFFLED = """
 import random, sys
 import grpo
-from episodes import groups
-from experiment.program import main
+from core import groups
+from core.program import main
 whole = groups.shift_and_scale
 def shuffled(trajectories, scaling, bias):
     whole(trajectories, scaling, bias)

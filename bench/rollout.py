@@ -38,9 +38,9 @@ def main():
     from transformers import AutoModelForCausalLM
 
     from bench.completions import generate
-    from llm.loading import fast_float32, load_model
-    from llm.engine import make_engine
-    from llm.tiny import make_tiny
+    from core.loading import fast_float32, load_model
+    from core.engine import make_engine
+    from core.tiny import make_tiny
     from lora import merged
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=16, dtype=args.dtype)

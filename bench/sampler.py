@@ -170,9 +170,9 @@ def numbers(folder):
 def rounding(args, url):
     """Return {scale: share of the change that the server and our bfloat16 keep}."""
     import torch
-    from llm import load_model
-    from llm.adapter_files import save_model
-    from llm.vllm import ask
+    from core.loading import load_model
+    from core.adapter_files import save_model
+    from extras.vllm.servers import ask
     from lora import adapter_tensors
 
     trained = Path(args.out) / f"{args.runs[-1]}_{args.seeds[-1]}"

@@ -76,9 +76,10 @@ def measure(point) -> dict:
     import agent
     import grpo
     from envs import schemas
-    from llm import engine, fused, loading
-    from llm.chat import Chat
-    from llm.engine import Row
+    from core import engine, loading
+    from extras.fast import fused
+    from core.chat import Chat
+    from core.engine import Row
 
     def no_attention(module, query, *_, **__):
         return query.transpose(1, 2).contiguous(), None
@@ -94,7 +95,7 @@ def measure(point) -> dict:
     tasks.write_text("".join(json.dumps({**sizes, "number": i}) + "\n" for i in range(8)))
     if clock == "cpu":
         # timing.jsonl then counts what this process computed.
-        from experiment import run as run_module
+        from core import run as run_module
         clock_of = SimpleNamespace(time=time.process_time, monotonic=time.process_time)
         run_module.time = agent.time = clock_of
     limits = agent.Limits(sizes["turns"], 64, 10**6, max_tool_calls=10**6, max_tool_tokens=10**6)
@@ -121,7 +122,7 @@ def make_model(folder):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from llm.tiny import make_tiny
+    from core.tiny import make_tiny
     tokenizer = make_tiny()[1]
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(

@@ -27,10 +27,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import experiment  # noqa: E402, F401  Before torch: its threads spin as little as in the server.
+import core  # noqa: E402, F401  Before torch: its threads spin as little as in the server.
 from bench import sampler  # noqa: E402
-from llm import load_model  # noqa: E402
-from llm.engine import Engine, Row  # noqa: E402
+from core.loading import load_model  # noqa: E402
+from core.engine import Engine, Row  # noqa: E402
 
 
 def engine_alone(model, prompts, tokens):

@@ -177,7 +177,7 @@ def main():
     )
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     args = parser.parse_args()
-    from llm.tiny import make_tiny
+    from core.tiny import make_tiny
 
     place = Path(tempfile.mkdtemp(prefix="two_machines_"))
     base = place / "base"

@@ -101,7 +101,7 @@ def tell(step: dict, model, args):
     """Print the line of a step for the parent. step: "step" and "rollout" in wall seconds, "cpu" in CPU seconds."""
     import torch
 
-    from experiment.process import peak_memory_mb
+    from extras.exact.process import peak_memory_mb
     frozen = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad}
     trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     line = {"step_seconds": step["step"], "rollout_seconds": step["rollout"],
@@ -126,8 +126,8 @@ def ours(args) -> dict:
     import torch
 
     from bench import profile_step
-    from llm import save_model
-    from llm.loading import fast_float32, load_model
+    from core.adapter_files import save_model
+    from core.loading import fast_float32, load_model
     from lora import adapter_tensors, adapters
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA,
@@ -165,9 +165,9 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     from agent import Trajectory, collate
     from grpo import Config, Counts, group_advantages, total_loss
     from bench.completions import generate
-    from llm.batches import cheapest_order
-    from llm.logprobs import token_logprobs
-    from llm.engine import make_engine
+    from core.batches import cheapest_order
+    from core.logprobs import token_logprobs
+    from core.engine import make_engine
     from lora import merged
     began = now()
     with merged(model):  # the engine goes when `generate` returns, and its KV cache with it, as in agent.rollout
@@ -370,7 +370,7 @@ def make_random(folder: str):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from llm.tiny import make_tiny
+    from core.tiny import make_tiny
     tokenizer = make_tiny()[1]
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(

@@ -44,7 +44,7 @@ else is optional and invisible to TRL:
                                 None drops it, and "dropped_tests" in it are counted
     _conversation(row)          static: the messages in a row of sft.py --dataset, or ValueError
     _reply(text)                the user's reply to a turn without a tool call, or None to end;
-                                `llm.tool_calls.after_thought(text)` is it without the thought
+                                `core.tool_calls.after_thought(text)` is it without the thought
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
                                 {"name", "arguments"}, or text; [] at the end. May raise UserError
     _check()                    true success, apart from the shaped reward
@@ -68,8 +68,8 @@ from modulefinder import ModuleFinder
 from types import ModuleType
 
 from envs.calls import accepts, needed, schemas, tools
-from experiment.config import named, nearest
-from experiment.errors import UserError
+from core.config import named, nearest
+from core.errors import UserError
 
 __all__ = ["needed", "schemas", "tools"]  # of envs/calls.py
 
@@ -83,14 +83,14 @@ ENVS = {
     "business": "envs.business:Business",
     "meetings": "bench.meetings:Meetings",
 }
-# Packages of others. envs/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
+# Packages of others. extras/adapters/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
 ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
 # Modules that are loaded when a run needs them.
 STEPS, OPTIONS = "envs.steps", "envs.options"
-REWARDS, TRL = "envs.rewards", "envs.trl"
+REWARDS, TRL = "extras.rewards", "extras.adapters.trl"
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
-LIBRARY = ("agent", "envs", "episodes", "experiment", "llm", "lora", "window")  # not the user's
+LIBRARY = ("agent", "core", "envs", "extras", "layers", "llm", "lora")  # not the user's
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def load(name: str) -> type:
     place, class_name = target.rsplit(":", 1)
     wanted = f"environment {name!r}"
     if place in ADAPTERS:
-        return module_at(f"envs.{place}_text", wanted).make(class_name)
+        return module_at(f"extras.adapters.{place}_text", wanted).make(class_name)
     cls = getattr(module_at(place, wanted), class_name, None)
     if not inspect.isclass(cls) or not callable(getattr(cls, "reset", None)):
         raise UserError(f"environment {name!r}: {place} has no class {class_name} with reset(); a "

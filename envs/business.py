@@ -23,7 +23,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from experiment.seeds import split_of
+from core.seeds import split_of
 
 FEASIBILITY, RISK, RETURN, FEE = 0.25, 0.25, 0.5, 0.01
 LEAST_CHANCE = 70  # percent

@@ -9,8 +9,8 @@ import typing
 from contextlib import suppress
 from functools import cache
 
-from experiment.data import whole
-from experiment.errors import UserError, first_line
+from core.data import whole
+from core.errors import UserError, first_line
 
 SHORTEST = 40  # characters of a result that are shown in any case
 # Parameters that no call in JSON can fill.

@@ -5,7 +5,7 @@
 
 The tasks are generated (envs/code_tasks.py), or rows in the form of HumanEval or MBPP. A few tests
 are shown as examples. The model's code runs in a process that the kernel confines
-(envs/sandbox.py), and what it returns for the arguments of the hidden tests is compared here, with
+(extras/sandbox/sandbox.py), and what it returns for the arguments of the hidden tests is compared here, with
 values that it never saw.
 """
 import ast
@@ -17,9 +17,9 @@ from typing import Literal
 
 from envs.code_style import style_findings
 from envs.code_tasks import generate, read_row, read_tests
-from envs.sandbox import check_sandbox, parse, run, same
-from experiment.bars import say_once
-from llm.tool_calls import after_thought
+from extras.sandbox.sandbox import check_sandbox, parse, run, same
+from core.bars import say_once
+from core.tool_calls import after_thought
 
 CODE = 8000  # characters of a function
 SLACK = 1.5  # times the reference's operations count as efficient

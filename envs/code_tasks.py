@@ -21,8 +21,8 @@ from functools import cache
 from io import StringIO
 from tokenize import STRING, generate_tokens
 
-from envs.sandbox import parse
-from envs.sandbox_child import encode
+from extras.sandbox.sandbox import parse
+from extras.sandbox.sandbox_child import encode
 
 TESTS = 10  # calls of a generated task
 

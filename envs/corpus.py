@@ -6,9 +6,9 @@ from functools import lru_cache
 from pathlib import Path
 from unicodedata import normalize
 
-from envs.rewards import spaced
-from experiment.data import read_rows, read_text
-from experiment.errors import UserError
+from extras.rewards import spaced
+from core.data import read_rows, read_text
+from core.errors import UserError
 
 # A document has at most 1200 characters. A longer text becomes several, cut at white space.
 PIECE = re.compile(r"\S.{0,1199}(?!\S)|\S.{1199}", re.DOTALL)

@@ -18,11 +18,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from envs.sandbox import check_sandbox, parse, run
-from experiment.data import read_rows
-from experiment.errors import UserError
-from experiment.seeds import shuffled
-from llm.tool_calls import after_thought
+from extras.sandbox.sandbox import check_sandbox, parse, run
+from core.data import read_rows
+from core.errors import UserError
+from core.seeds import shuffled
+from core.tool_calls import after_thought
 
 URL = ("https://raw.githubusercontent.com/openai/grade-school-math/"
        "3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data")

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 import envs
 from envs.calls import fit, hint_name, needed
-from experiment.config import nearest
-from experiment.data import reading
-from experiment.errors import UserError
+from core.config import nearest
+from core.data import reading
+from core.errors import UserError
 
 
 def parse(text: str, env_names: str | None) -> dict:

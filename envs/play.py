@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import envs
 from envs.calls import shorten
 from envs.session import Session, Watch
-from episodes.tasks import tasks_for
-from experiment.config import EnvironmentFlags, flag
-from experiment.errors import UserError, printable
-from experiment.program import main
-from llm.tool_calls import parse_tool_calls
+from core.tasks import tasks_for
+from core.config import EnvironmentFlags, flag
+from core.errors import UserError, printable
+from core.program import main
+from core.tool_calls import parse_tool_calls
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 

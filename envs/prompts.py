@@ -1,7 +1,7 @@
 """Prompts without tools: each row of --dataset has a `prompt`, text or messages, that the model
 answers in one turn. What an answer is worth is for --rewards to say: of all columns of its row.
 """
-from envs.trl import opening
+from extras.adapters.trl import opening
 
 
 class Prompts:

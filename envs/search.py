@@ -23,9 +23,9 @@ from itertools import chain
 from typing import Literal
 
 from envs.corpus import Corpus, files_of, read_corpus
-from envs.rewards import alternatives, normalized
-from experiment.errors import UserError, beginning
-from experiment.seeds import split_of
+from extras.rewards import alternatives, normalized
+from core.errors import UserError, beginning
+from core.seeds import split_of
 
 # Relation, what has it, the kind of its value, a sentence that states it.
 FACTS = """

@@ -17,9 +17,9 @@ from importlib import import_module
 
 import envs
 from envs.calls import BY_ARGUMENTS, awaited, call_tool, is_done, message_of
-from experiment.errors import EnvironmentFault, UserError
-from llm.chat import Chat
-from llm.tool_calls import check_call
+from core.errors import EnvironmentFault, UserError
+from core.chat import Chat
+from core.tool_calls import check_call
 
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken

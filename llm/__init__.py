@@ -1,9 +1,6 @@
-"""Language models: from messages to tokens to probabilities. These names are the public interface.
+"""The public names of the library, under the name that it had before core/."""
+from core.adapter_files import save_model
+from core.loading import load_model
+from core.logprobs import token_logprobs
 
-Modules inside the package import each other by their full names and never from here.
-"""
-from llm.adapter_files import TrainingState, adamw, save_model
-from llm.batches import (batches_of_like_length, cheapest_order, per_token, shuffled_batches,
-                         turn_index)
-from llm.loading import is_tiny, load_model, merge, model_options
-from llm.logprobs import score, token_logprobs
+__all__ = ["load_model", "save_model", "token_logprobs"]

@@ -1,7 +1,7 @@
 """A config with a flag of every kind, for the tests of flags and of the output folder."""
 import dataclasses
 
-from experiment.config import flag
+from core.config import flag
 
 
 @dataclasses.dataclass

@@ -12,14 +12,14 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests compare bits, and are
 @pytest.fixture(autouse=True)
 def notes_anew():
     """What is said once is said once in each test, whatever ran before it."""
-    from experiment.bars import say_once
+    from core.bars import say_once
     say_once.cache_clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def few_held_out():
     """A hundred demonstrations to evaluate take longer than the few steps of a test's run."""
-    from episodes import imitation
+    from extras.data import imitation
     imitation.HELD_OUT = 8
 
 
@@ -29,8 +29,8 @@ def probed_once():
 
     Weights that are not finite are for the probe to find.
     """
-    from llm import loading
-    from llm.memory import facts
+    from core import loading
+    from extras.memory.techniques import facts
     seen = {}
 
     def once(model, source, probe=loading.probe):
@@ -57,7 +57,7 @@ def wide(tmp_path_factory):
     """Folder of a Qwen2 whose tensors are large enough to dominate a step's memory."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from llm.tiny import make_tiny
+    from core.tiny import make_tiny
     folder = str(tmp_path_factory.mktemp("wide"))
     AutoModelForCausalLM.from_config(Qwen2Config(
         vocab_size=6000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,

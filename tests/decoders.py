@@ -3,10 +3,10 @@ from contextlib import suppress
 
 import torch
 
-from experiment.errors import UserError
-from llm.loading import _use_causal_attention as use_causal_attention
-from llm.memory import facts
-from llm.probe import probe
+from core.errors import UserError
+from core.loading import _use_causal_attention as use_causal_attention
+from extras.memory.techniques import facts
+from extras.models.probe import probe
 from lora import add_lora
 
 # What makes a config small, by the names that configs use. Windows and chunks stay as large as they are: the probe narrows them.

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import lora
-from llm.loading import load_model
-from llm.logprobs import token_logprobs
+from core.loading import load_model
+from core.logprobs import token_logprobs
 from lora import adapters
 
 SMOLLM2 = Path(lora.__file__).parent / ".real" / "smollm2"

@@ -1,10 +1,10 @@
 """Models and comparisons that the tests of the memory techniques share."""
 import torch
 
-from llm.loading import load_model
-from llm.logprobs import token_logprobs
-from llm.memory import Techniques
-from llm.tiny import make_tiny
+from core.loading import load_model
+from core.logprobs import token_logprobs
+from extras.memory.techniques import Techniques
+from core.tiny import make_tiny
 from lora import adapters
 
 CHECKPOINT = Techniques(gradient_checkpointing=True)

@@ -73,7 +73,7 @@ def run(*words, **options):
 
 
 def _program(words, cwd, variables, folder):
-    from episodes import imitation
+    from extras.data import imitation
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)

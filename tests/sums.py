@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from experiment.errors import UserError
+from core.errors import UserError
 
 
 class Sums:

@@ -1,4 +1,4 @@
-"""envs/reasoning_gym_text.py, envs/gymnasium_text.py, envs/verifiers_text.py: environments of other packages. They are skipped where the package is missing."""
+"""extras/adapters/reasoning_gym_text.py, extras/adapters/gymnasium_text.py, extras/adapters/verifiers_text.py: environments of other packages. They are skipped where the package is missing."""
 import faulthandler
 import json
 import random
@@ -12,10 +12,10 @@ import envs
 from envs import check
 from envs.check import Conformance
 from envs.play import Config, Game, Setup
-from episodes.imitation import demonstrate
-from episodes.tasks import load_tasks
-from experiment.errors import EnvironmentFault, UserError
-from llm.tiny import make_tiny
+from extras.data.imitation import demonstrate
+from core.tasks import load_tasks
+from core.errors import EnvironmentFault, UserError
+from core.tiny import make_tiny
 
 
 def setup(env, env_options=None):
@@ -137,8 +137,8 @@ def test_an_instance_that_is_used_again_has_solved_nothing(families):
 
 def test_reasoning_gym_in_a_rollout_and_the_experts_demonstrations(families):
     import agent
-    from episodes.imitation import demonstrate
-    from llm.tiny import make_tiny
+    from extras.data.imitation import demonstrate
+    from core.tiny import make_tiny
     model, tokenizer = make_tiny()
     tasks = load_tasks("reasoning_gym:chain_sum", "train", 2, 0)
     assert [t.reward for t in demonstrate(tokenizer, "reasoning_gym:chain_sum", tasks, agent.Limits(max_tokens=4096))] == [1.0, 1.0]

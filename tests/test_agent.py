@@ -24,26 +24,26 @@ import pytest
 import torch
 
 import agent
-from episodes.tasks import load_tasks
+from core.tasks import load_tasks
 import envs
 from agent import Limits, Trajectory, collate, evaluate, rollout
 from envs.calls import shorten, shortened
-from experiment import without_faults
-from window import chat as talk
-from window import traces
-from episodes.demonstrations import read_trajectories
-from episodes.imitation import demonstrate
-from experiment.distributed import OneProcess
-from experiment.program import main
-from experiment.episodes import pass_at_k, summarise, transcript
-from experiment.errors import EnvironmentFault, UserError
-from experiment.seeds import mix
-from llm.chat import Chat
-from llm.tool_calls import parse_tool_calls
-from llm.engine import Engine, Row
-from llm.logprobs import token_logprobs
-from llm.memory import PLAIN
-from llm.tiny import make_tiny
+from core.episodes import without_faults
+from extras.serve import chat as talk
+from extras.show import traces
+from extras.data.demonstrations import read_trajectories
+from extras.data.imitation import demonstrate
+from core.distributed import OneProcess
+from core.program import main
+from core.episodes import pass_at_k, summarise, transcript
+from core.errors import EnvironmentFault, UserError
+from core.seeds import mix
+from core.chat import Chat
+from core.tool_calls import parse_tool_calls
+from core.engine import Engine, Row
+from core.logprobs import token_logprobs
+from extras.memory.techniques import PLAIN
+from core.tiny import make_tiny
 from lora import adapters, add_lora, merged
 
 ROOT = Path(agent.__file__).parent
@@ -944,7 +944,7 @@ def test_a_broken_tool_stops_the_run_and_a_strict_one_does_not(monkeypatch):
 def test_the_process_exits_though_tools_hang(tmp_path):
     (tmp_path / "hang.py").write_text("import time\nclass Hang:\n    def reset(self, **_):\n        return 'go'\n    def sleep(self) -> str:\n        '''Sleep.'''\n"
                                       "        time.sleep(600)\n    def get_reward(self):\n        return 0.0\n")
-    code = ("import agent, envs\nfrom llm.tiny import make_tiny\nfrom llm.chat import Chat\nm, t = make_tiny()\nname = 'hang.py:Hang'\n"
+    code = ("import agent, envs\nfrom core.tiny import make_tiny\nfrom core.chat import Chat\nm, t = make_tiny()\nname = 'hang.py:Hang'\n"
             "turn = Chat(t, envs.schemas(envs.load(name)), m.generation_config).turn('', [{'name': 'sleep', 'arguments': {}}])\n"
             "row = agent.Row\nagent.Row = lambda p, **k: row(p, forced=turn, **k)\n"
             "print(agent.rollout(m.eval(), t, name, [{}], limits=agent.Limits(max_new_tokens=32, tool_timeout=0.3))[0].info['timeouts'])")

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from llm import attention
-from llm.attention import causal_attention
+from extras.fast import attention
+from extras.fast.attention import causal_attention
 
 MODULE = SimpleNamespace(num_key_value_groups=3, is_causal=True)
 

@@ -17,11 +17,11 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from experiment.data import read_rows as rows_of
-from experiment.command_line import parse
-from experiment.errors import UserError
-from experiment.program import main
-from llm.loading import load_model
+from core.data import read_rows as rows_of
+from core.command_line import parse
+from core.errors import UserError
+from core.program import main
+from core.loading import load_model
 
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}
 GOOD = {"messages": [ASK, ANSWER], "equation": "x + 1 = 2"}  # a conversation, and a task

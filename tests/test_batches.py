@@ -1,6 +1,6 @@
-"""llm/batches.py: which episodes share a forward pass, and how many tokens it then takes."""
+"""core/batches.py: which episodes share a forward pass, and how many tokens it then takes."""
 from agent import Trajectory
-from llm.batches import cheapest_order, forwarded_tokens
+from core.batches import cheapest_order, forwarded_tokens
 
 
 def episode(group, prompt, sampled):

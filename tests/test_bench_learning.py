@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from episodes.tasks import draw_tasks, load_tasks
+from core.tasks import draw_tasks, load_tasks
 import envs
 import grpo
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench import learn_vs_trl, learning, reward_hacking, staleness, tricks  # noqa: E402
-from llm.tiny import make_tiny  # noqa: E402
+from core.tiny import make_tiny  # noqa: E402
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_trl_gets_our_tasks_and_learning_rates():
     second = draw_tasks(tasks, 3, 1, 8, 0, 8)
     assert [row["equation"] for row in rows[8:]] == [task["equation"] for task in second]
 
-    from experiment.run import Run
+    from core.run import Run
     from types import SimpleNamespace
     run = SimpleNamespace(schedule=50)
     for step in range(50):

@@ -12,15 +12,15 @@ from torch.profiler import ProfilerActivity, profile
 from bench import budget, memory as bench_memory
 from bench.budget import Workload, measure, standing_for
 from bench.memory import advice, fitting, on_card, print_settings, step_mib
-from experiment.command_line import parse
-from experiment.errors import UserError
-from llm import attention
-from llm.loading import load_model
-from llm.logprobs import token_logprobs
-from llm.memory import PLAIN, SETTINGS, Techniques
-from llm.quantization import Int8Embedding
-from llm.tiny import make_tiny
-from llm.adapter_files import adamw
+from core.command_line import parse
+from core.errors import UserError
+from extras.fast import attention
+from core.loading import load_model
+from core.logprobs import token_logprobs
+from extras.memory.techniques import PLAIN, SETTINGS, Techniques
+from extras.memory.quantization import Int8Embedding
+from core.tiny import make_tiny
+from core.adapter_files import adamw
 
 
 def slow(*values):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from llm.chat import Chat
-from llm.tool_calls import parse_tool_calls
+from core.chat import Chat
+from core.tool_calls import parse_tool_calls
 
 
 @functools.cache

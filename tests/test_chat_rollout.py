@@ -17,12 +17,12 @@ import agent
 import envs
 from agent import Episode, Limits, collate, rollout
 from envs.session import Session, Watch
-from llm.chat import Chat
-from llm.engine import Row
-from llm.logprobs import token_logprobs
-from llm.memory import PLAIN
-from llm.recorded import recorded_ids
-from llm.tiny import make_tiny
+from core.chat import Chat
+from core.engine import Row
+from core.logprobs import token_logprobs
+from extras.memory.techniques import PLAIN
+from extras.data.recorded import recorded_ids
+from core.tiny import make_tiny
 from lora import adapters, add_lora, merged
 
 ENV = f"{__file__}:Lookup"

@@ -1,10 +1,10 @@
-"""llm/checkpointing.py: recomputation, tiles and offloading change no gradient."""
+"""extras/memory/checkpointing.py: recomputation, tiles and offloading change no gradient."""
 import pytest
 import torch
 from memory_helpers import CHECKPOINT, EVERYTHING, FOUR_BIT, IDS, gradients, load, same
 
-from llm.logprobs import token_logprobs
-from llm.memory import PLAIN, Techniques, facts
+from core.logprobs import token_logprobs
+from extras.memory.techniques import PLAIN, Techniques, facts
 
 RECOMPUTING = [Techniques(gradient_checkpointing=True), Techniques(mlp_tokens=7),
                Techniques(gradient_checkpointing=True, mlp_tokens=7, offload_activations=True)]

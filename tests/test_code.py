@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import envs
-from envs import code_tasks, sandbox
+from envs import code_tasks
+from extras.sandbox import sandbox
 from envs.code import Code
 from envs.code_style import style_findings
 from envs.code_tasks import LEVELS, read_row, read_tests
-from envs.sandbox import parse
-from episodes.tasks import load_tasks
-from experiment.errors import UserError
+from extras.sandbox.sandbox import parse
+from core.tasks import load_tasks
+from core.errors import UserError
 
 try:
     sandbox.run("pass")
@@ -133,7 +134,7 @@ def test_noise_of_the_expert_is_repaired_by_what_the_tests_say():
 # ------------------------------------------------------------------------------------------------------------------- reward
 def test_python_says_nothing_about_a_models_code():
     """It warned of an unknown escape in the middle of a run's lines (3.12; before, only where it was asked to)."""
-    done = subprocess.run([sys.executable, "-W", "always", "-c", r"from envs.sandbox import parse; parse('x = \'\\e\'')"],
+    done = subprocess.run([sys.executable, "-W", "always", "-c", r"from extras.sandbox.sandbox import parse; parse('x = \'\\e\'')"],
                           cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
 

@@ -6,9 +6,9 @@ import pytest
 
 from bench import comparison as view
 from bench.comparison import bins, brier, calibration_error, forecast, measure, summary
-from experiment.errors import UserError
+from core.errors import UserError
 from bench.comparison import difference
-from window.report import wilson
+from extras.show.report import wilson
 from test_report import EVIL, episode, folder, turn, write
 
 

@@ -1,4 +1,4 @@
-"""experiment/config.py and command_line.py: what the flags accept and refuse, and how a config gets its values."""
+"""core/config.py and command_line.py: what the flags accept and refuse, and how a config gets its values."""
 import dataclasses
 import json
 import re
@@ -14,11 +14,11 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from experiment.command_line import SYNONYMS, parse
-from experiment.config import MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag, options
-from experiment.run import Run
-from experiment.errors import UserError
-from window import chat
+from core.command_line import SYNONYMS, parse
+from core.config import MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag, options
+from core.run import Run
+from core.errors import UserError
+from extras.serve import chat
 
 
 def refusal(*argv):
@@ -282,7 +282,7 @@ def test_every_synonym_stands_once_and_means_a_flag():
 
 
 def test_config_waits_for_no_large_library():
-    code = "import sys, json; from experiment.command_line import parse; print(json.dumps(sorted(sys.modules)))"
+    code = "import sys, json; from core.command_line import parse; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not {"torch", "yaml", "numpy", "transformers", "safetensors"} & set(json.loads(done.stdout))
 

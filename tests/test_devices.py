@@ -15,11 +15,11 @@ import grpo
 import lora
 import reward_weighted
 import sft
-from llm.engine import Row
-from llm.loading import load_model
-from llm.logprobs import token_logprobs
-from llm.tiny import make_tiny
-from window import chat
+from core.engine import Row
+from core.loading import load_model
+from core.logprobs import token_logprobs
+from core.tiny import make_tiny
+from extras.serve import chat
 
 SMALL = {"memory": "small"}
 

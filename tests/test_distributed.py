@@ -18,11 +18,11 @@ from programs import Program
 from safetensors.torch import load_file
 from test_resume import place  # noqa: F401  (a fixture)
 
-from experiment import run
-from experiment.checkpoint import newest_checkpoint, read_state
-from experiment.distributed import OneProcess
-from experiment.ranks import Ranks
-from experiment.errors import RankLost
+from core import run
+from extras.exact.checkpoint import newest_checkpoint, read_state
+from core.distributed import OneProcess
+from extras.ranks import Ranks
+from core.errors import RankLost
 
 ROOT = Path(run.__file__).parent.parent
 # Every algorithm takes one step on recorded episodes, then grpo plays two steps of its own. argv: place, output folder.
@@ -31,7 +31,7 @@ import os
 import sys
 from pathlib import Path
 import dpo, grpo, reward_weighted, sft
-from episodes.demonstrations import read_trajectories
+from extras.data.demonstrations import read_trajectories
 place, out = map(Path, sys.argv[1:])
 common = dict(model_path=str(place / "base"), env="equations", max_samples=200, max_steps=1, learning_rate=1e-3, max_grad_norm=1e9,
               eval_tasks=0, lora_r=2, lora_dropout=0.25)
@@ -226,8 +226,8 @@ def test_what_the_user_can_mend_ends_all_ranks_with_exit_status_2(start, tmp_pat
 DIES = """
 import os, sys
 place, dead = sys.argv.pop(1), sys.argv.pop(1)
-import experiment.run, grpo
-from experiment import program
+import core.run, grpo
+from core import program
 def dies_in(owner, name, after=0):
     whole, calls = getattr(owner, name), [0]
     def call(*args, **options):
@@ -238,8 +238,8 @@ def dies_in(owner, name, after=0):
     setattr(owner, name, call)
 if os.environ["RANK"] == dead:
     owner, name, after = {"load": (grpo, "load_model", 0), "evaluate": (grpo, "evaluate", 0),
-                          "rollout": (grpo, "rollout", 2), "update": (grpo, "clip_grad_norm_", 2), "save": (experiment.run.Run, "_save", 1),
-                          "finish": (experiment.run.Run, "finish", 0)}[place]
+                          "rollout": (grpo, "rollout", 2), "update": (grpo, "clip_grad_norm_", 2), "save": (core.run.Run, "_save", 1),
+                          "finish": (core.run.Run, "finish", 0)}[place]
     dies_in(owner, name, after)
 program.main(grpo.Config, lambda config: grpo.train(config), "")
 """
@@ -289,8 +289,9 @@ def test_a_collective_that_a_lost_rank_would_leave_hanging_ends(monkeypatch):
 SILENT = """
 import os, time
 from datetime import timedelta
-from experiment import distributed, ranks
-from experiment.errors import RankLost
+from core import distributed
+from extras import ranks
+from core.errors import RankLost
 ranks.SILENCE = timedelta(seconds=3)
 ranks = distributed.join()
 ranks.gather(0)
@@ -316,8 +317,9 @@ UNREACHED = """
 import os, time
 from datetime import timedelta
 import torch.distributed as dist
-from experiment import distributed, ranks
-from experiment.errors import UserError
+from core import distributed
+from extras import ranks
+from core.errors import UserError
 ranks.CONNECT = timedelta(seconds=1)
 if os.environ["RANK"] == "1":
     # It has started, and its network leads elsewhere.

@@ -4,8 +4,10 @@ import torch
 from torch import nn
 
 import lora
-from llm import adapter_files, load_model, save_model
-from llm.logprobs import token_logprobs
+from core import adapter_files
+from core.loading import load_model
+from core.adapter_files import save_model
+from core.logprobs import token_logprobs
 from lora import adapters, add_lora, merged
 
 IDS = torch.arange(3, 63).view(2, 30) * 7 % 700  # (B, T)

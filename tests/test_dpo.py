@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 import dpo
-from episodes.demonstrations import Encoder
-from episodes.tasks import load_tasks
+from extras.data.demonstrations import Encoder
+from core.tasks import load_tasks
 from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
-from episodes.imitation import demonstrate
-from llm.batches import prompt_of
-from experiment.distributed import join
-from experiment.errors import UserError
-from llm.loading import load_model
-from llm.tiny import make_tiny
+from extras.data.imitation import demonstrate
+from core.batches import prompt_of
+from core.distributed import join
+from core.errors import UserError
+from core.loading import load_model
+from core.tiny import make_tiny
 
 HYPER = {"label_smoothing": 0.1, "discopop_tau": 0.05}
 
@@ -378,7 +378,7 @@ def test_of_many_pairs_only_those_that_are_learned_from_become_tokens(tiny, tmp_
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}?", "chosen": "a", "rejected": "b"}) + "\n" for i in range(9)))
     encoded = []
-    monkeypatch.setattr("episodes.pairs.Encoder.__call__", lambda self, c, call=Encoder.__call__: encoded.append(c) or call(self, c))
+    monkeypatch.setattr("extras.data.pairs.Encoder.__call__", lambda self, c, call=Encoder.__call__: encoded.append(c) or call(self, c))
     pairs = dpo.read_pairs(dpo.Config(dataset=str(path), max_samples=2), tiny[1])
     assert len(pairs) == 2 and len(encoded) == 4 and "7 of 9 pairs are not learned from: --max_samples\n" in capsys.readouterr().out
 
@@ -604,7 +604,7 @@ def test_on_the_command_line_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "good"}, "rejected": {"from": "gpt", "value": "bad"}},
     {"prompt": [{"role": "user", "content": "Q"}], "chosen": {"role": "assistant", "content": "good"}, "rejected": [{"role": "assistant", "content": "bad"}]}])
 def test_pairs_of_alpaca_and_sharegpt_are_those_of_prompt_chosen_rejected(row):
-    from episodes.pairs import preference
+    from extras.data.pairs import preference
     ours = preference({"prompt": "Q", "chosen": "good", "rejected": "bad"}, "p:1")
     for side, expected in zip(preference(row, "p:1"), ours):
         assert [(m["role"], m["content"], m.get("loss")) for m in side.messages] == [(m["role"], m["content"], m.get("loss")) for m in expected.messages]

@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 import lora
 from bench.completions import generate
-from llm.engine import Engine, Row
-from llm.kv_cache import RowCache
-from llm.loading import load_model
-from llm.logprobs import token_logprobs
-from llm.engine import make_engine
-from llm.tiny import make_tiny
+from core.engine import Engine, Row
+from core.kv_cache import RowCache
+from core.loading import load_model
+from core.logprobs import token_logprobs
+from core.engine import make_engine
+from core.tiny import make_tiny
 from lora import merged
 
 SMOLLM2 = Path(lora.__file__).parent / ".real" / "smollm2"
@@ -144,7 +144,7 @@ def test_long_prompts_go_through_the_causal_kernel_and_long_tool_results_do_not(
     def counted(query, *rest, is_causal=False, **options):
         widths.extend([query.shape[2]] * is_causal)
         return kernel(query, *rest, is_causal=is_causal, **options)
-    monkeypatch.setattr("llm.attention.LONG_PROMPT", 8)
+    monkeypatch.setattr("extras.fast.attention.LONG_PROMPT", 8)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     played, _ = play(model, schedule(4), slots=4, limit=7, pause=lambda row: len(row.turn) % 3)
     # All layers of this Mistral see a window of 7.
@@ -423,7 +423,7 @@ def test_a_long_prefill_is_split_and_draws_the_same(monkeypatch):
     engine = make_engine(model, slots=5)
     decoder, engine.decoder = engine.decoder, prefilled
     prefilled.head = decoder.head
-    monkeypatch.setattr("llm.engine.LONG", 64)
+    monkeypatch.setattr("core.engine.LONG", 64)
     split = generate(engine, prompts, group_size=1, max_new_tokens=5, seed=0, forced=None)
     assert [ids for ids, _ in split] == [ids for ids, _ in whole]
     assert sorted(width for _, width in sizes if width > 1) == [4, 20, 30, 100] and all(rows * width <= 64 or rows == 1 for rows, width in sizes)

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
-from episodes.tasks import draw_tasks, drop_seen, load_tasks
+from core.tasks import draw_tasks, drop_seen, load_tasks
 import envs
 from envs.calls import awaited, fit, needed
 from envs.session import load_environments
-from experiment.background import in_thread
-from experiment.errors import UserError
-from experiment.output_folder import OutputFolder, algorithm_of
-from llm.tiny import make_tiny
+from extras.background import in_thread
+from core.errors import UserError
+from extras.exact.output_folder import OutputFolder, algorithm_of
+from core.tiny import make_tiny
 
 ROOT = Path(envs.__file__).parent.parent
 README_ENV = '''
@@ -409,8 +409,8 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
     """The expert and the evaluation of SFT, the SFT of the tiny model, rollouts, the chat; and --unsafe_code is recorded."""
     import grpo
     import sft
-    from window import chat
-    shelf = "from experiment.errors import UserError\n" + inspect.getsource(take) + inspect.getsource(Shelf).replace('return self.options["books"]', 'return f"Take {self.options}."')
+    from extras.serve import chat
+    shelf = "from core.errors import UserError\n" + inspect.getsource(take) + inspect.getsource(Shelf).replace('return self.options["books"]', 'return f"Take {self.options}."')
     (tmp_path / "my.py").write_text(shelf + """
     def _expert(self):
         if self.reward:
@@ -926,7 +926,7 @@ def test_environments_own_tasks(name):
 # ---------------------------------------------------------------------------------------------- an environment of the README's size
 def test_the_readmes_environment_plays(tmp_path):
     import agent
-    from llm.tiny import make_tiny
+    from core.tiny import make_tiny
     name = readme_environment(tmp_path)
     assert len(README_ENV.strip().splitlines()) < 36
     model, tokenizer = make_tiny()
@@ -950,7 +950,7 @@ def test_the_same_class_trains_in_trl(tmp_path, monkeypatch):
     import torch
     from trl import chat_template_utils
 
-    from llm.tiny import make_tiny
+    from core.tiny import make_tiny
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     model, tokenizer = make_tiny()
     tokenizer.chat_template = chat_template_utils.qwen3_chat_template  # TRL parses calls only of templates that it knows by heart

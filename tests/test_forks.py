@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
 PATCHES = sorted((ROOT / "bench" / "forks").glob("*.patch"))
-CODE = ("*.py", "envs", "episodes", "experiment", "llm", "window")
+CODE = ("*.py", "core", "envs", "extras", "llm")
 
 
 @pytest.fixture

@@ -4,9 +4,11 @@ import torch
 from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedule
 
 import lora
-from llm import checkpointing, fused, load_model
-from llm.engine import Engine, Row
-from llm.logprobs import token_logprobs
+from extras.memory import checkpointing
+from extras.fast import fused
+from core.loading import load_model
+from core.engine import Engine, Row
+from core.logprobs import token_logprobs
 
 OURS = ["qwen2", "qwen2_sliding", "qwen3", "llama_gqa", "llama_mha", "smollm", "tiny"]
 OTHERS = ["gemma3", "mistral", "phi3"]

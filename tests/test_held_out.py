@@ -11,10 +11,10 @@ import envs
 import grpo
 import reward_weighted
 import sft
-from window import chat as talk
-from episodes.demonstrations import read_trajectories
-from experiment.run import Run
-from llm.tiny import make_tiny
+from extras.serve import chat as talk
+from extras.data.demonstrations import read_trajectories
+from core.run import Run
+from core.tiny import make_tiny
 
 
 def write(path, rows):

@@ -15,8 +15,8 @@ import pytest
 import agent
 import envs
 from agent import Limits, rollout
-from experiment.process import give_back_memory
-from llm.tiny import make_tiny
+from extras.exact.process import give_back_memory
+from core.tiny import make_tiny
 
 MODEL, TOKENIZER = make_tiny()
 END = TOKENIZER.eos_token_id

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiment import check_installation
+from core import check_installation
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -40,7 +40,7 @@ def test_windows_and_an_old_python_are_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
     with pytest.raises(SystemExit, match="3.11 or later is needed"):
         check_installation()
-    monkeypatch.setattr("experiment.os.name", "nt")
+    monkeypatch.setattr("core.os.name", "nt")
     with pytest.raises(SystemExit, match="WSL2"):
         check_installation()
     assert PYPROJECT["project"]["requires-python"] == ">=3.11"
@@ -53,7 +53,7 @@ def test_a_program_and_an_import_end_in_that_line_before_what_windows_lacks(tmp_
     for module in ("torch", "fcntl"):
         # Neither is needed for the line.
         (tmp_path / f"{module}.py").write_text("")
-    for words in (["-m", "experiment.program"], ["-c", "import envs"]):
+    for words in (["-m", "core.program"], ["-c", "import envs"]):
         code, out, errors = python(*words, cwd=ROOT, PYTHONPATH=str(tmp_path))
         assert code == 1 and not out
         assert errors == "transformers 4.57.1 is installed, and transformers<6,>=5.23 is needed; pip install -r requirements.txt\n"
@@ -67,7 +67,7 @@ def test_an_editable_install_makes_the_imports_work_from_another_folder(tmp_path
     target = tmp_path / "site"
     build = python("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), "-e", str(ROOT), cwd=tmp_path)
     assert build[0] == 0, build
-    found = "import sys, site; site.addsitedir(sys.argv[1]); import agent, grpo, window.report, envs; print(grpo.__file__, envs.load('meetings').__name__)"
+    found = "import sys, site; site.addsitedir(sys.argv[1]); import agent, grpo, extras.show.report, envs; print(grpo.__file__, envs.load('meetings').__name__)"
     code, out, errors = python("-c", found, str(target), cwd=tmp_path, PYTHONPATH="")
     assert (code, out) == (0, f"{ROOT / 'grpo.py'} Meetings\n"), errors
 

@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora
 from bench.budget import kind_of
-from llm import load_model, token_logprobs
-from llm.engine import Engine, Row
-from llm.logprobs import CHUNK, _softmax
-from llm.pointwise import rms_norm
-from llm.static_engine import StaticEngine
+from core.loading import load_model
+from core.logprobs import token_logprobs
+from core.engine import Engine, Row
+from core.logprobs import CHUNK, _softmax
+from extras.memory.pointwise import rms_norm
+from extras.fast.static_engine import StaticEngine
 
 
 class Launches(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""llm/loading.py and window/merge.py: what a path means, saving, merging, and what is refused."""
+"""core/loading.py and core/merge.py: what a path means, saving, merging, and what is refused."""
 
 import json
 import math
@@ -16,13 +16,13 @@ from saving import training
 from transformers import PreTrainedTokenizerBase
 
 import lora
-from experiment.checkpoint import write_checkpoint
-from experiment.errors import UserError
-from llm.memory import facts
-from llm.adapter_files import load_weights, save_model
-from llm.chat import Chat
-from llm.loading import is_tiny, load_model, merge, newest
-from llm.tiny import make_tiny
+from extras.exact.checkpoint import write_checkpoint
+from core.errors import UserError
+from extras.memory.techniques import facts
+from core.adapter_files import load_weights, save_model
+from core.chat import Chat
+from core.loading import is_tiny, load_model, merge, newest
+from core.tiny import make_tiny
 from lora import adapters
 
 
@@ -402,7 +402,7 @@ def test_merge_overwrites_nothing(tmp_path, target, says):
 
 def test_an_interrupted_merge_leaves_nothing_and_can_be_repeated(tiny, tmp_path, monkeypatch, capsys):
     """Ctrl-C between the weights and the tokenizer. The folder used to hold half a model, which refused the same command."""
-    from window.merge import main
+    from core.merge import main
     words = ["merge", adapter_of(tiny, tmp_path / "adapter"), tmp_path / "place" / "plain"]
     save = PreTrainedTokenizerBase.save_pretrained
 

@@ -1,15 +1,16 @@
-"""llm/logprobs.py: log-probabilities in chunks and blocks are the whole softmax, in memory that does not grow with it."""
+"""core/logprobs.py: log-probabilities in chunks and blocks are the whole softmax, in memory that does not grow with it."""
 from contextlib import nullcontext
 
 import pytest
 import torch
 from memory_helpers import CHECKPOINT, IDS, gradients, load
 
-from llm import logprobs, quantization
+from core import logprobs
+from extras.memory import quantization
 from bench.budget import Bytes
-from llm.logprobs import token_logprobs
-from llm.memory import Techniques
-from llm.tiny import make_tiny
+from core.logprobs import token_logprobs
+from extras.memory.techniques import Techniques
+from core.tiny import make_tiny
 from lora import merged
 
 INT8 = Techniques(int8_head=True)

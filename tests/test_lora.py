@@ -23,10 +23,11 @@ from lora_helpers import (
 )
 from torch.nn import functional as F
 
-from experiment.errors import UserError
-from llm import load_model, save_model
-from llm.logprobs import token_logprobs
-from llm.memory import facts
+from core.errors import UserError
+from core.loading import load_model
+from core.adapter_files import save_model
+from core.logprobs import token_logprobs
+from extras.memory.techniques import facts
 from lora import adapters, add_lora, freeze_reference, merge_adapter, merged, reference
 
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from episodes.tasks import load_tasks
+from core.tasks import load_tasks
 import envs
-from episodes.imitation import demonstrate
+from extras.data.imitation import demonstrate
 from bench.meetings import (
     PERSONAS,
     PRIOR,
@@ -27,9 +27,9 @@ from bench.meetings import (
     belief,
     simulate,
 )
-from experiment.data import read_rows
-from llm.chat import Chat
-from llm.tool_calls import parse_tool_calls
+from core.data import read_rows
+from core.chat import Chat
+from core.tool_calls import parse_tool_calls
 
 ROOT = Path(envs.__file__).parent.parent
 PROMPT = re.compile(r"Meeting (\d{6}), day (one|two|three) at (\w+): (junior|senior) (\w+) met (\w+), (junior|senior) (\w+) met (\w+)\.")
@@ -42,7 +42,7 @@ def drawn():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from llm.tiny import make_tiny
+    from core.tiny import make_tiny
     return make_tiny()[1]
 
 

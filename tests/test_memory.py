@@ -1,4 +1,4 @@
-"""llm/memory.py: every setting of the dial trains, and none of them changes the gradients of the weights it keeps."""
+"""extras/memory/techniques.py: every setting of the dial trains, and none of them changes the gradients of the weights it keeps."""
 import json
 
 import pytest
@@ -6,12 +6,12 @@ import torch
 from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same, save_tiny
 
 import grpo
-from experiment.config import MemoryFlags
-from experiment.errors import UserError
-from llm.loading import load_model, merge
-from llm.memory import SETTINGS, Techniques, techniques, techniques_of
-from llm.quantization import Int8Embedding, Linear4bit
-from llm.adapter_files import adamw
+from core.config import MemoryFlags
+from core.errors import UserError
+from core.loading import load_model, merge
+from extras.memory.techniques import SETTINGS, Techniques, techniques, techniques_of
+from extras.memory.quantization import Int8Embedding, Linear4bit
+from core.adapter_files import adamw
 from lora import adapters
 
 

@@ -8,12 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora
-import window.merge
+import core.merge
 from bench.completions import generate
 from bench.merging import kept_by_merging
-from llm import load_model, save_model
-from llm.logprobs import token_logprobs
-from llm.engine import make_engine
+from core.loading import load_model
+from core.adapter_files import save_model
+from core.logprobs import token_logprobs
+from core.engine import make_engine
 from lora import adapters, merged
 
 ROOT = Path(lora.__file__).parent
@@ -174,7 +175,7 @@ def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype, s
         linear.lora.B.data.normal_(std=1e-3)
     save_model(model, str(tmp_path / "adapter"))
     flags = ["--dtype", dtype] if stored == "float32" else []
-    assert window.merge.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), *flags]) == 0
+    assert core.merge.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), *flags]) == 0
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
     assert plain.dtype == getattr(torch, dtype)
     ids = torch.arange(3, 43)[None]

@@ -16,13 +16,13 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from episodes.tasks import is_held_out, load_tasks
-from experiment.command_line import parse
-from experiment.data import read_yaml, reading
-from experiment.errors import UserError
-from experiment.mixtures import data_sources, read_data
-from experiment.tables import pinned
-from window import chat
+from core.tasks import is_held_out, load_tasks
+from core.command_line import parse
+from core.data import read_yaml, reading
+from core.errors import UserError
+from extras.data.mixtures import data_sources, read_data
+from extras.data.tables import pinned
+from extras.serve import chat
 
 EQUATIONS = [{"equation": f"x + {i} = {2 * i + 1}"} for i in range(40)]
 
@@ -321,7 +321,7 @@ def test_data_in_the_folder_to_overwrite_is_found_behind_its_weight(here, place)
 
 
 def test_a_run_without_data_reads_none_of_this(here):
-    code = "import sys, grpo; grpo.settle(grpo.Config()); print(sorted(m for m in sys.modules if m in ('experiment.mixtures', 'experiment.tables', 'datasets')))"
+    code = "import sys, grpo; grpo.settle(grpo.Config()); print(sorted(m for m in sys.modules if m in ('extras.data.mixtures', 'extras.data.tables', 'datasets')))"
     import subprocess
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(grpo.__file__).parent)})
     assert done.stdout == "[]\n", done.stderr

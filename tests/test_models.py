@@ -9,15 +9,16 @@ import torch
 
 import grpo
 import lora
-from experiment.errors import UserError
-from llm import load_model, save_model
-from llm.engine import Engine, Row, make_engine
-from llm.logprobs import token_logprobs
-from llm.memory import FOUR_BIT, PLAIN, Techniques, facts
-from llm.model_files import read_model
-from llm.probe import probe
-from llm.quantization import Int8Embedding, Int8Head, Linear4bit
-from llm.tiny import make_tiny
+from core.errors import UserError
+from core.loading import load_model
+from core.adapter_files import save_model
+from core.engine import Engine, Row, make_engine
+from core.logprobs import token_logprobs
+from extras.memory.techniques import FOUR_BIT, PLAIN, Techniques, facts
+from core.model_files import read_model
+from extras.models.probe import probe
+from extras.memory.quantization import Int8Embedding, Int8Head, Linear4bit
+from core.tiny import make_tiny
 from lora import adapters, add_lora, merged
 
 FAMILIES = """llama qwen2 qwen3 qwen3_moe qwen3_5 qwen3_5_moe qwen3_next gemma2 gemma3 gemma3n gemma4 lfm2 lfm2_moe lfm3 granite granitemoehybrid smollm3

@@ -14,11 +14,11 @@ import envs
 import grpo
 import sft
 from agent import evaluate, rollout
-from episodes.tasks import load_tasks
-from experiment.config import convert, options
-from experiment.errors import UserError
-from experiment.run import Run
-from llm import load_model
+from core.tasks import load_tasks
+from core.config import convert, options
+from core.errors import UserError
+from core.run import Run
+from core.loading import load_model
 
 ROOT = Path(__file__).parent.parent
 CELL = '''
@@ -72,7 +72,7 @@ def test_a_cell_runs_twice_with_a_class_as_its_environment(tiny, tmp_path):
 
     show = "print(json.dumps([result, result._repr_html_()]))"
     out, errors = notebook([cell(""), cell(""), cell("overwrite=True"), cell("resume=True", 2), "import json; " + show], tmp_path)
-    refused = [line for line in errors.splitlines() if line.startswith("experiment.errors.UserError: ")]
+    refused = [line for line in errors.splitlines() if line.startswith("core.errors.UserError: ")]
     assert len(refused) == 1 and refused[0].endswith(
         "already holds a grpo run; --resume continues it, --overwrite renames it (in Python: resume=True, overwrite=True), or give another --output_dir")
     assert "after step 1" in out
@@ -158,7 +158,7 @@ def test_the_name_of_a_class_is_one_that_finds_it():
 
 
 def test_a_result_is_the_dict_of_its_file_and_shows_nothing_of_another_run(tmp_path):
-    from window.report import Result
+    from extras.show.report import Result
     (tmp_path / "result.json").write_text('{"steps": 3, "success_after": 0.5}\n')
     (tmp_path / "config.yaml").write_text("# grpo run; x\nseed: 0\n")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "loss": i / 7}) + "\n" for i in range(3)))

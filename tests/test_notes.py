@@ -16,13 +16,14 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from episodes.tasks import train_and_held_out
-from experiment import bars, notes
-from experiment.checkpoint import checkpoints
-from experiment.config import options
-from experiment.errors import Stop
-from experiment.process import Signals
-from llm.tiny import make_tiny
+from core.tasks import train_and_held_out
+from core import bars
+from extras.show import notes
+from extras.exact.checkpoint import checkpoints
+from core.config import options
+from core.errors import Stop
+from extras.exact.process import Signals
+from core.tiny import make_tiny
 
 SMALL = ["--env", "equations", "--lora_r", 2, "--dtype", "float32", "--max_tokens", 256, "--max_new_tokens", 16, "--max_turns", 2, "--eval_tasks", 3]
 STEPS = ["--max_steps", 2, "--tasks_per_step", 2, "--group_size", 2]
@@ -264,6 +265,6 @@ def test_sft_is_advised_where_an_expert_can_be_imitated():
 def test_errors_wait_for_torch_at_most():
     """A page imports torch, which its equations need. Nothing else that is slow stands on the way to an error."""
     code = "import sys, {}; print({{'torch', 'transformers', 'numpy'}} & {{*sys.modules}})"
-    for module, slow in (("grpo", {"torch", "numpy"}), ("window.report", set()), ("experiment.program", set())):
+    for module, slow in (("grpo", {"torch", "numpy"}), ("extras.show.report", set()), ("core.program", set())):
         done = subprocess.run([sys.executable, "-c", code.format(module)], cwd=programs.ROOT, capture_output=True, text=True)
         assert eval(done.stdout) == slow, done.stdout + done.stderr

@@ -12,8 +12,8 @@ import pytest
 import agent
 import envs
 from agent import Limits, rollout
-from llm.chat import Chat
-from llm.tiny import make_tiny
+from core.chat import Chat
+from core.tiny import make_tiny
 
 pytest.importorskip("openenv.core.env_server", exc_type=ImportError)
 FILE = Path(__file__).with_name("openenv_games.py")

@@ -15,13 +15,13 @@ from test_resume import ENVIRONMENT, Killed, assert_equal, config, place, stoppe
 import grpo
 import sft
 from agent import Trajectory
-from episodes.demonstrations import read_trajectories
-from experiment import checkpoint, output_folder
-from experiment.checkpoint import check_base, checkpoints, newest_checkpoint, prune, read_state
-from experiment.errors import Stop, UserError
-from experiment.resuming import go_back
-from experiment.run import Run
-from llm import load_model
+from extras.data.demonstrations import read_trajectories
+from extras.exact import checkpoint, output_folder
+from extras.exact.checkpoint import check_base, checkpoints, newest_checkpoint, prune, read_state
+from core.errors import Stop, UserError
+from extras.exact.resuming import go_back
+from core.run import Run
+from core.loading import load_model
 
 
 def test_a_checkpoint_from_before_a_log_was_thinned_cuts_it_between_two_lines(tmp_path):
@@ -58,7 +58,7 @@ def test_what_is_removed_during_a_run_hinders_no_save(place, tmp_path, monkeypat
         if ended == "end" and name:
             assert sft.train(again)["steps"] == 3
             return
-        from experiment.process import Signals
+        from extras.exact.process import Signals
         with pytest.raises((Stop, FileNotFoundError)), Signals():
             sft.train(again)
     assert read_state(newest_checkpoint(folder))["step"] == 2

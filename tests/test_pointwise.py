@@ -4,12 +4,12 @@ import torch
 from test_engine import build, complete
 from test_fused import OTHERS, OURS, adapted
 
-from llm import pointwise
-from llm.engine import Engine
-from llm.fused import packs_bfloat16
-from llm.memory import facts
-from llm.loading import load_model
-from llm.logprobs import token_logprobs
+from extras.memory import pointwise
+from core.engine import Engine
+from extras.fast.fused import packs_bfloat16
+from extras.memory.techniques import facts
+from core.loading import load_model
+from core.logprobs import token_logprobs
 from lora import adapters, is_adapted, merged, recomputable
 
 

@@ -1,4 +1,4 @@
-"""llm/probe.py: what the probe at load finds, in every text decoder of transformers and in models changed on purpose."""
+"""extras/models/probe.py: what the probe at load finds, in every text decoder of transformers and in models changed on purpose."""
 import time
 from functools import partial
 
@@ -8,12 +8,12 @@ import torch
 from memory_helpers import EVERYTHING, save_tiny
 from test_models import save_text
 
-from experiment.errors import UserError
-from llm import load_model
-from llm.engine import Engine
-from llm.loading import merge
-from llm.memory import SETTINGS, facts
-from llm.probe import WINDOW, disagreement, narrow_windows, probe
+from core.errors import UserError
+from core.loading import load_model
+from core.engine import Engine
+from core.loading import merge
+from extras.memory.techniques import SETTINGS, facts
+from extras.models.probe import WINDOW, disagreement, narrow_windows, probe
 from lora import adapters, add_lora, settings
 
 
@@ -174,7 +174,7 @@ def test_a_model_that_trains_only_on_some_lengths_is_refused():
 
 
 def test_out_of_memory_is_not_taken_for_a_model_that_does_not_run(monkeypatch):
-    from llm import probe as module
+    from extras.models import probe as module
 
     def no_memory(*_):
         raise torch.OutOfMemoryError("no memory")
@@ -187,7 +187,7 @@ def test_out_of_memory_is_not_taken_for_a_model_that_does_not_run(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_every_dtype_and_memory_technique_passes(tmp_path, memory, dtype, capsys):
     """Also with an adapter that changes something, which the stock forward has as well."""
-    from llm import save_model
+    from core.adapter_files import save_model
     memory = EVERYTHING if memory == "everything" else memory
     base = save_tiny(tmp_path / "base")
     model, tokenizer = load_model(base, lora_r=4, dtype=dtype, memory=memory, device="cpu")

@@ -1,12 +1,12 @@
-"""llm/quantization.py: NF4 weights and int8 tables against their definitions and bitsandbytes."""
+"""extras/memory/quantization.py: NF4 weights and int8 tables against their definitions and bitsandbytes."""
 import pytest
 import torch
 from memory_helpers import EVERYTHING, gradients, load
 from torch.nn import functional as F
 
-from llm import model_files
-from llm.loading import DTYPES
-from llm.quantization import Int8Table, Linear4bit
+from core import model_files
+from core.loading import DTYPES
+from extras.memory.quantization import Int8Table, Linear4bit
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (96, 100), (32, 6), (257, 128), (3, 4096), (300, 512)])

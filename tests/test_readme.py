@@ -12,11 +12,11 @@ import grpo
 import reward_weighted
 import sft
 from envs import load
-from episodes.tasks import load_tasks
-from window import chat as talk
-from episodes.imitation import demonstrate
-from experiment.command_line import parse
-from experiment.config import options
+from core.tasks import load_tasks
+from extras.serve import chat as talk
+from extras.data.imitation import demonstrate
+from core.command_line import parse
+from core.config import options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -57,7 +57,7 @@ def test_what_ci_runs_is_what_the_readme_says():
 
 
 def test_the_template_environment_plays():
-    from llm.tiny import make_tiny
+    from core.tiny import make_tiny
     tasks = load_tasks("envs/template.py:HigherLower", "test", 3, seed=0)
     for t in demonstrate(make_tiny()[1], "envs/template.py:HigherLower", tasks):
         assert t.info["success"] and t.reward == 1.0 and t.reward_parts == {"found": 1.0} and t.stop_reason == "done"

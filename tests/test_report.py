@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from window import report as view
-from window.curves import chart, number
-from experiment.errors import UserError, beginning
+from extras.show import report as view
+from extras.show.curves import chart, number
+from core.errors import UserError, beginning
 from bench.comparison import difference
-from window.report import MAX_EPISODES, token_texts, wilson
+from extras.show.report import MAX_EPISODES, token_texts, wilson
 
 ROOT = Path(__file__).parent.parent
 EVIL = "<script>alert(1)</script> | <img src=x onerror=alert(2)>\" onmouseover='x' ```` & \u202e</pre>"
@@ -299,7 +299,7 @@ def test_what_is_there_is_shown_and_a_folder_of_no_run_is_refused(tmp_path):
 
 
 def command(*words, cwd=ROOT):
-    return subprocess.run([sys.executable, "-m", "window.report", *map(str, words)], capture_output=True, text=True, cwd=cwd)
+    return subprocess.run([sys.executable, "-m", "extras.show.report", *map(str, words)], capture_output=True, text=True, cwd=cwd)
 
 
 @pytest.mark.parametrize("words, said", [
@@ -308,7 +308,7 @@ def command(*words, cwd=ROOT):
 def test_what_is_wrong_with_a_command_is_told_in_one_line(words, said):
     done = command(*words)
     assert done.returncode == 2 and said in done.stderr and not done.stdout and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(("window.report: ", "python -m window.report: error: "))
+    assert done.stderr.splitlines()[-1].startswith(("extras.show.report: ", "python -m extras.show.report: error: "))
 
 
 def test_the_command_writes_what_it_says_and_never_waits_for_torch(tmp_path):
@@ -318,7 +318,7 @@ def test_the_command_writes_what_it_says_and_never_waits_for_torch(tmp_path):
     (tmp_path / "t.html").unlink()
     (tmp_path / "t.html").mkdir()
     assert command(other).returncode == 2
-    code = f"import sys; from window import report as view; view.write_html({name!r}); print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
+    code = f"import sys; from extras.show import report as view; view.write_html({name!r}); print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n"
 

@@ -23,19 +23,20 @@ import grpo
 import reward_weighted
 import sft
 from agent import Limits, rollout
-from episodes.tasks import load_tasks
-from episodes.demonstrations import read_trajectories
-from episodes.imitation import demonstrate
-from experiment import run
-from experiment.checkpoint import _checksum, base_of, checkpoints, newest_checkpoint, read_state
-from experiment.run import Run
-from experiment.command_line import parse
-from experiment.errors import UserError
-from experiment.files import to_json
-from experiment.output_folder import OutputFolder
-from experiment.resuming import _sequences
-from llm import load_model, merge, save_model
-from llm.tiny import make_tiny
+from core.tasks import load_tasks
+from extras.data.demonstrations import read_trajectories
+from extras.data.imitation import demonstrate
+from core import run
+from extras.exact.checkpoint import _checksum, base_of, checkpoints, newest_checkpoint, read_state
+from core.run import Run
+from core.command_line import parse
+from core.errors import UserError
+from core.files import to_json
+from extras.exact.output_folder import OutputFolder
+from extras.exact.resuming import _sequences
+from core.loading import load_model, merge
+from core.adapter_files import save_model
+from core.tiny import make_tiny
 
 ROOT = Path(run.__file__).parent.parent
 
@@ -407,7 +408,7 @@ def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(pl
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_go_on(stopped, tmp_path):
     again = stopped(tmp_path / "run")
     (tmp_path / "full.py").write_text(
-        "import resource, signal, sys; import sft; from experiment import program\n"
+        "import resource, signal, sys; import sft; from core import program\n"
         f"config = sft.Config(**{vars(again)!r})\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
         "program.parse = lambda *_: config\n"
@@ -536,7 +537,7 @@ import sys
 sys.path[:0] = [{root!r}, "."]
 from dataclasses import dataclass
 import mylosses, sft
-from experiment import main
+from core.program import main
 @dataclass(kw_only=True)
 class Config(sft.Config):
     output_dir: str = "r"

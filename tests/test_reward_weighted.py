@@ -15,13 +15,13 @@ import grpo
 import reward_weighted as rw
 import sft
 from agent import Trajectory, collate, rollout
-from episodes.tasks import load_tasks
-from episodes.demonstrations import read_trajectories
-from experiment.config import options
-from experiment.errors import UserError
-from llm.batches import turn_index
-from llm.loading import load_model
-from llm.logprobs import token_logprobs
+from core.tasks import load_tasks
+from extras.data.demonstrations import read_trajectories
+from core.config import options
+from core.errors import UserError
+from core.batches import turn_index
+from core.loading import load_model
+from core.logprobs import token_logprobs
 
 @pytest.fixture(scope="module")
 def place(schooled, probed_once, tmp_path_factory):
@@ -434,7 +434,7 @@ def test_recorded_episodes_need_no_tasks_to_play(monkeypatch):
 
 
 def test_the_next_command_plays_no_texts():
-    from experiment.notes import next_command
+    from extras.show.notes import next_command
     texts = {"output_dir": "o", "dataset": "chats.jsonl", "eval_dataset": "more.jsonl", "dtype": "float32"}
     assert next_command("agent.py", sft.Config(**texts)) == "python agent.py --model_path o --dtype float32"
     played = sft.Config(**texts, env="gsm8k", tasks="t.jsonl")

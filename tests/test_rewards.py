@@ -1,4 +1,4 @@
-"""envs/rewards.py: every built-in function by hand, what --rewards says, how episodes are paid, and TRL's own functions."""
+"""extras/rewards/__init__.py: every built-in function by hand, what --rewards says, how episodes are paid, and TRL's own functions."""
 import asyncio
 import json
 import math
@@ -14,13 +14,13 @@ import agent
 import grpo
 import envs
 from agent import Limits, Trajectory, rollout
-from envs import rewards
-from episodes.ahead import Ahead
-from episodes.tasks import load_tasks
-from experiment import summarise
-from experiment.command_line import parse
-from experiment.errors import UserError
-from llm.tiny import make_tiny
+from extras import rewards
+from extras.vllm.ahead import Ahead
+from core.tasks import load_tasks
+from core.episodes import summarise
+from core.command_line import parse
+from core.errors import UserError
+from core.tiny import make_tiny
 
 MODEL, TOKENIZER = make_tiny()
 MODEL.eval()
@@ -436,7 +436,7 @@ def test_a_partial_is_noted_with_the_file_of_its_function(functions):
     """A partial is of functools, whose 300 modules of the standard library are no source of a run."""
     with open(functions, "a") as file:
         file.write("from functools import partial\nquarter = partial(lambda episode, k: k, k=0.25)\n")
-    assert loaded(f"length,{functions}:quarter").modules == ["envs.rewards", "envs.rewards", functions]
+    assert loaded(f"length,{functions}:quarter").modules == ["extras.rewards", "extras.rewards", functions]
 
 
 def test_a_config_file_does_not_name_functions(tmp_path):

@@ -22,14 +22,15 @@ from saving import save, training, weights
 import grpo
 import sft
 from agent import Trajectory
-from experiment import output_folder, run
-from experiment.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
-from experiment.command_line import parse
-from experiment.episodes import message_lines
-from experiment.files import finite
-from experiment.run import LOGGED_EPISODES, Run
-from experiment.errors import UserError
-from experiment.seeds import mix
+from extras.exact import output_folder
+from core import run
+from extras.exact.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
+from core.command_line import parse
+from core.episodes import message_lines
+from core.files import finite
+from core.run import LOGGED_EPISODES, Run
+from core.errors import UserError
+from core.seeds import mix
 
 ROOT = Path(run.__file__).parent.parent
 
@@ -46,9 +47,9 @@ def program(tmp_path_factory):
         A second paragraph."""
         import sys, time
         from dataclasses import dataclass
-        from experiment.config import flag
-        from experiment.errors import UserError
-        from experiment.program import main
+        from core.config import flag
+        from core.errors import UserError
+        from core.program import main
         assert not {"torch", "yaml", "transformers", "safetensors"} & set(sys.modules)
 
         @dataclass
@@ -106,7 +107,7 @@ def test_success_and_our_own_bugs(program):
 def test_a_program_that_does_not_train_names_other_flags():
     from types import SimpleNamespace
 
-    from experiment.program import _explain
+    from core.program import _explain
     words, code = _explain(MemoryError(), SimpleNamespace(run=None), False)
     assert code == 1 and words == "out of memory: MemoryError; lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
 
@@ -448,7 +449,7 @@ def test_the_8_bit_adam_of_bitsandbytes_goes_on_too(tmp_path):
 
 
 def test_commands_are_found_from_another_folder(tmp_path, monkeypatch):
-    from experiment.notes import next_command
+    from extras.show.notes import next_command
     monkeypatch.chdir(tmp_path)
     command = shlex.split(next_command("agent.py", sft.Config()))
     assert Path(command[1]).resolve() == Path(sft.__file__).with_name("agent.py")
@@ -493,7 +494,7 @@ def test_mix():
 
 
 def test_peak_memory():
-    code = "from experiment.process import peak_memory_mb; a = peak_memory_mb(); b = b'x' * (200 << 20); del b; print(a, peak_memory_mb())"
+    code = "from extras.exact.process import peak_memory_mb; a = peak_memory_mb(); b = b'x' * (200 << 20); del b; print(a, peak_memory_mb())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     before, after = map(float, done.stdout.split())     # in MiB, and not counting this process, which holds torch
     assert 5 < before < 60 and 195 < after - before < 215
@@ -502,7 +503,7 @@ def test_peak_memory():
 def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
     from types import SimpleNamespace
 
-    from experiment.notes import first_notes
+    from extras.show.notes import first_notes
     config = SimpleNamespace(max_new_tokens=64, max_tokens=512)
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512))
     cut, sft_first = first_notes({"truncated": 0.88, "actions": 0.0, "structure": 0.125}, config, model, True, True)
@@ -514,7 +515,7 @@ def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
     assert first_notes({}, config, model, True, True) == ["note: --max_tokens 512 is more than the 511 tokens that the model was made for (max_position_embeddings)"]
 
 
-@pytest.mark.parametrize("words", ["-m window.report ü.jsonl", "lora.py merge tiny ü"])
+@pytest.mark.parametrize("words", ["-m extras.show.report ü.jsonl", "lora.py merge tiny ü"])
 def test_programs_with_a_main_of_their_own_print_to_an_ascii_terminal_and_no_bars(words, tmp_path):
     """`lora.py merge` ended with a UnicodeEncodeError before it had merged, where a path had an umlaut."""
     (tmp_path / "ü.jsonl").write_text("")

@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from llm import sampling
-from llm.engine import Row
+from core import sampling
+from core.engine import Row
 
 LAST = 1 - 2**-53  # the largest float64 below 1
 

@@ -1,4 +1,4 @@
-"""envs/sandbox.py: what a model's code may do, what every attack comes to (as root and as an ordinary user), what a call costs and leaves."""
+"""extras/sandbox/sandbox.py: what a model's code may do, what every attack comes to (as root and as an ordinary user), what a call costs and leaves."""
 import ctypes
 import json
 import math
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from envs import sandbox, sandbox_child
-from envs.sandbox import CHILD, OUTPUT, run, same
-from experiment.errors import UserError
+from extras.sandbox import sandbox, sandbox_child
+from extras.sandbox.sandbox import CHILD, OUTPUT, run, same
+from core.errors import UserError
 
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
 try:

@@ -9,11 +9,11 @@ import envs
 import grpo
 from envs.corpus import Corpus, read_corpus
 from envs.search import FORMS, Search, draw_facts, f1, normalized, read_archive
-from episodes.tasks import load_tasks
-from experiment.checkpoint import fingerprints
-from experiment.errors import UserError
-from experiment.resuming import check_ingredients
-from experiment.run import Run
+from core.tasks import load_tasks
+from extras.exact.checkpoint import fingerprints
+from core.errors import UserError
+from extras.exact.resuming import check_ingredients
+from core.run import Run
 from tests.agents import at_random, expert, play, repeating, silent
 
 LEVELS = {level: envs.with_options(Search, {"level": level}) for level in (1, 2, 3)}

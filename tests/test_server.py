@@ -1,4 +1,4 @@
-"""window/server.py, requests.py and player.py: asked by OpenAI's own client, by broken clients, and by a run of ours."""
+"""extras/serve/server.py, requests.py and player.py: asked by OpenAI's own client, by broken clients, and by a run of ours."""
 import asyncio
 import gc
 import json
@@ -33,17 +33,19 @@ from programs import ROOT, Program  # noqa: E402
 import grpo  # noqa: E402
 import sft  # noqa: E402
 from envs import Limits, load  # noqa: E402
-from experiment.errors import UserError  # noqa: E402
-from experiment.seeds import mix  # noqa: E402
-from llm import load_model, save_model, static_engine  # noqa: E402
-from llm.chat import Chat  # noqa: E402
-from llm.engine import Engine, Row  # noqa: E402
-from llm.tiny import make_tiny  # noqa: E402
+from core.errors import UserError  # noqa: E402
+from core.seeds import mix  # noqa: E402
+from core.loading import load_model  # noqa: E402
+from core.adapter_files import save_model
+from extras.fast import static_engine
+from core.chat import Chat  # noqa: E402
+from core.engine import Engine, Row  # noqa: E402
+from core.tiny import make_tiny  # noqa: E402
 from lora import adapter_tensors, add_lora, merged  # noqa: E402
-from window import player, server as served_by  # noqa: E402
-from window.player import Choice, SharedEngine  # noqa: E402
-from window.requests import ChatCompletion, call_opening, conversation_ids  # noqa: E402
-from window.server import Server  # noqa: E402
+from extras.serve import player, server as served_by  # noqa: E402
+from extras.serve.player import Choice, SharedEngine  # noqa: E402
+from extras.serve.requests import ChatCompletion, call_opening, conversation_ids  # noqa: E402
+from extras.serve.server import Server  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Solve 2x=6"}]
 LONG = {"model": "base", "messages": HELLO, "max_tokens": 900}
@@ -414,7 +416,7 @@ def test_streamed_calls_come_whole_and_results_in_any_order(served, client):
     message = {"role": "assistant", "content": "both:", "tool_calls": [
         {"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.function.arguments}} for call in calls]}
     results = [{"role": "tool", "tool_call_id": call.id, "content": text} for call, text in zip(calls, ("two", "four"))]
-    from window.requests import ChatCompletion, conversation_ids
+    from extras.serve.requests import ChatCompletion, conversation_ids
     chat = served.server.chat_of(json.dumps([ADD]))
     ids = [conversation_ids(chat, ChatCompletion.model_validate({"messages": [*HELLO, message, *order]}).messages)
            for order in (results, results[::-1])]
@@ -1247,7 +1249,7 @@ def test_an_adapter_that_is_not_finite_harms_its_own_rows_only(tmp_path):
 
 FAILS = """
 import runpy
-from window.player import SharedEngine
+from extras.serve.player import SharedEngine
 def fails(*_):
     raise MemoryError("no memory left")
 SharedEngine.run = fails

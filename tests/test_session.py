@@ -17,9 +17,9 @@ import pytest
 import envs
 from agent import Limits, rollout
 from envs.session import Session, Watch
-from episodes.imitation import demonstrate
-from experiment.errors import EnvironmentFault, Stop
-from llm.tiny import make_tiny
+from extras.data.imitation import demonstrate
+from core.errors import EnvironmentFault, Stop
+from core.tiny import make_tiny
 
 
 class Shop:

@@ -5,16 +5,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from episodes.tasks import load_tasks
+from core.tasks import load_tasks
 import grpo
 import sft
 from agent import Trajectory, collate
-from episodes.imitation import demonstrate
-from experiment.errors import UserError
-from experiment.run import Run
-from llm.batches import batches_of_like_length
-from llm.loading import load_model
-from llm.logprobs import token_logprobs
+from extras.data.imitation import demonstrate
+from core.errors import UserError
+from core.run import Run
+from core.batches import batches_of_like_length
+from core.loading import load_model
+from core.logprobs import token_logprobs
 
 
 @pytest.fixture(scope="module")

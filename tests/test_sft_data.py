@@ -19,21 +19,21 @@ import envs
 import sft
 from agent import Episode, Limits, Trajectory, collate
 from envs.prompts import Prompts
-from envs.trl import opening
-from episodes import imitation
-from episodes.demonstrations import messages_in
-from episodes.imitation import demonstrate
-from episodes.imitation import read_split
-from episodes.pairs import preference
-from episodes.tasks import is_held_out, load_tasks, recorded_env
+from extras.adapters.trl import opening
+from extras.data import imitation
+from extras.data.demonstrations import messages_in
+from extras.data.imitation import demonstrate
+from extras.data.imitation import read_split
+from extras.data.pairs import preference
+from core.tasks import is_held_out, load_tasks, recorded_env
 from envs.session import Session, Watch
-from experiment.data import as_messages
-from experiment.errors import UserError
-from llm.chat import Chat
-from llm.recorded import recorded_ids
-from llm.tool_calls import parse_tool_calls
-from llm.logprobs import token_logprobs
-from llm.tiny import make_tiny
+from core.data import as_messages
+from core.errors import UserError
+from core.chat import Chat
+from extras.data.recorded import recorded_ids
+from core.tool_calls import parse_tool_calls
+from core.logprobs import token_logprobs
+from core.tiny import make_tiny
 
 GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k/train.jsonl"
 SYSTEM, ASK, ANSWER = ({"role": role, "content": text} for role, text in (

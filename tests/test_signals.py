@@ -24,16 +24,16 @@ import grpo
 import reward_weighted
 import sft
 from agent import Trajectory, rollout
-from experiment import run
-from experiment import checkpoint
-from experiment import run as experiment_run
-from experiment.notes import Alarms, alarms
-from experiment.checkpoint import checkpoints, newest_checkpoint
-from experiment.config import options
-from experiment.run import Run
-from experiment.errors import Stop
-from experiment.process import Signals
-from llm.engine import Engine
+from core import run
+from extras.exact import checkpoint
+from core import run as experiment_run
+from extras.show.notes import Alarms, alarms
+from extras.exact.checkpoint import checkpoints, newest_checkpoint
+from core.config import options
+from core.run import Run
+from core.errors import Stop
+from extras.exact.process import Signals
+from core.engine import Engine
 
 ROOT = Path(run.__file__).parent.parent
 
@@ -137,7 +137,7 @@ def test_a_signal_before_the_run_has_begun_names_no_command(place, tmp_path, mon
 
 
 def test_a_second_signal_leaves_at_once():
-    code = ("import os, signal\nfrom experiment.process import Signals\nwith Signals() as s:\n    s.looping = s.run = type('R', (), {})\n"
+    code = ("import os, signal\nfrom extras.exact.process import Signals\nwith Signals() as s:\n    s.looping = s.run = type('R', (), {})\n"
             "    os.kill(os.getpid(), 2)\n    print('one', flush=True)\n    os.kill(os.getpid(), 2)\n    print('two')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "one\n") and "a second signal stops at once" in done.stderr
@@ -433,7 +433,7 @@ def test_a_closed_terminal_ends_a_run_that_saves(place, tmp_path):  # noqa: F811
 
 
 def test_nohup_keeps_ignoring_sighup():
-    code = ("import os, signal\nfrom experiment.process import Signals\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code = ("import os, signal\nfrom extras.exact.process import Signals\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
             "with Signals():\n    os.kill(os.getpid(), signal.SIGHUP)\nprint('went on')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "went on\n"

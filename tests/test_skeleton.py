@@ -1,4 +1,4 @@
-"""llm/model_files.py: a model that is read one tensor at a time is the stock model of its weights."""
+"""core/model_files.py: a model that is read one tensor at a time is the stock model of its weights."""
 from pathlib import Path
 
 import json
@@ -7,12 +7,12 @@ import torch
 from memory_helpers import IDS, load
 from safetensors.torch import load_file, save_file
 
-from experiment.errors import UserError
+from core.errors import UserError
 from bench.budget import Bytes, Workload, measure
-from llm.loading import load_model
-from llm.memory import Techniques
-from llm.quantization import Linear4bit
-from llm.tiny import make_tiny
+from core.loading import load_model
+from extras.memory.techniques import Techniques
+from extras.memory.quantization import Linear4bit
+from core.tiny import make_tiny
 
 FAMILIES = {
     "qwen2": dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2),

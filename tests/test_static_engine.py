@@ -7,13 +7,14 @@ from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llm import load_model, static_engine
-from llm.engine import Engine, Row, make_engine
-from llm.kv_cache import RowCache
-from llm.memory import PLAIN
-from llm.probe import probe
-from llm.static_engine import StaticEngine
-from llm.tiny import make_tiny
+from core.loading import load_model
+from extras.fast import static_engine
+from core.engine import Engine, Row, make_engine
+from core.kv_cache import RowCache
+from extras.memory.techniques import PLAIN
+from extras.models.probe import probe
+from extras.fast.static_engine import StaticEngine
+from core.tiny import make_tiny
 
 
 class Recorded(TorchDispatchMode):
@@ -192,7 +193,7 @@ def test_attention_by_torchs_kernel_as_on_a_gpu():
 
 def test_rollout_with_tools_is_the_same_static(monkeypatch, graphs):
     """agent.rollout: tools in threads, rows that wait, the same episodes token by token."""
-    from episodes.tasks import load_tasks
+    from core.tasks import load_tasks
     from agent import Limits, rollout
     model, tokenizer = make_tiny(0)
     tasks = load_tasks("equations", "train", 3, 0)

@@ -1,11 +1,11 @@
-"""llm/streaming.py: streamed layers give the resident layers' gradients to the bit."""
+"""extras/memory/streaming.py: streamed layers give the resident layers' gradients to the bit."""
 import pytest
 import torch
 from fake_cuda import cuda
 from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same
 
-from llm.checkpointing import layers_of
-from llm.streaming import Stream
+from extras.memory.checkpointing import layers_of
+from extras.memory.streaming import Stream
 
 
 def stream_of(model) -> Stream:

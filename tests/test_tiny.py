@@ -1,4 +1,4 @@
-"""llm/tiny.py: the tiny model, its tokenizer and its chat template."""
+"""core/tiny.py: the tiny model, its tokenizer and its chat template."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_helpers import logits_of
 
-from llm.loading import load_model
-from llm.tiny import make_tiny
+from core.loading import load_model
+from core.tiny import make_tiny
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiny

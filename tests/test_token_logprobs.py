@@ -7,11 +7,11 @@ from lora_helpers import IDS, alike, full, gradients, load, logits_of, random_ma
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm.attention import causal_attention
-from llm.checkpointing import checkpoint_layers
-from llm.logprobs import token_logprobs
-from llm.memory import facts
-from llm.probe import probe
+from extras.fast.attention import causal_attention
+from extras.memory.checkpointing import checkpoint_layers
+from core.logprobs import token_logprobs
+from extras.memory.techniques import facts
+from extras.models.probe import probe
 from lora import merged
 
 
@@ -19,7 +19,7 @@ from lora import merged
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
 def test_values_and_gradients_equal_full_logits(tiny, lora_r, temperature, monkeypatch):
-    monkeypatch.setattr("llm.logprobs.CHUNK", 5000)
+    monkeypatch.setattr("core.logprobs.CHUNK", 5000)
     model, mask = randomise(load(tiny, lora_r=lora_r)), random_mask(IDS)
     u, v = torch.randn(2, *IDS.shape, generator=torch.Generator().manual_seed(2))
     exact = full(model, IDS, mask, temperature)
@@ -48,7 +48,7 @@ def test_the_backward_pass_runs_the_head_again_only_where_it_must(tiny, monkeypa
     """For the entropy's gradient or the head's own, in halves of a chunk, which has all 58 tokens here."""
     model, calls = load(tiny, lora_r=lora_r), []
     model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr("llm.logprobs.CHUNK", 58 * model.config.vocab_size)
+    monkeypatch.setattr("core.logprobs.CHUNK", 58 * model.config.vocab_size)
     logprobs, entropy = token_logprobs(model, IDS, torch.ones_like(IDS))
     (logprobs + entropy_coef * entropy).sum().backward()
     assert len(calls) == runs
@@ -69,7 +69,7 @@ def test_chunk_size_changes_nothing(tiny, monkeypatch):
     model, mask = load(tiny), random_mask(IDS)
     results = []
     for chunk in (1, 778 * 3 + 5, 2**24):
-        monkeypatch.setattr("llm.logprobs.CHUNK", chunk)
+        monkeypatch.setattr("core.logprobs.CHUNK", chunk)
         ours = token_logprobs(model, IDS, mask, 1.3)
         results.append((*ours, gradients(model, (ours[0] * 2 + ours[1]).sum())))
     for logprobs, entropy, grads in results[1:]:
@@ -311,7 +311,7 @@ def test_no_tensor_of_all_logits_is_ever_made(tiny, lora_r, monkeypatch):
     model = load(tiny, lora_r=lora_r)
     vocab = model.config.vocab_size
     ids = torch.randint(0, vocab, (8, 100), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr("llm.logprobs.CHUNK", 20 * vocab)
+    monkeypatch.setattr("core.logprobs.CHUNK", 20 * vocab)
     with Largest(vocab) as seen:
         logprobs, entropy = token_logprobs(model, ids, torch.ones_like(ids))
         (logprobs + entropy).sum().backward()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.tool_calls import MAX_CALLS, after_thought, parse_tool_calls
+from core.tool_calls import MAX_CALLS, after_thought, parse_tool_calls
 
 CALL = {"name": "f", "arguments": {"a": 1, "b": "x"}}
 GOOD = json.dumps(CALL)

@@ -1,12 +1,12 @@
-"""llm/adapter_files.py: AdamW in host memory is AdamW, and its state is saved and loaded."""
+"""core/adapter_files.py: AdamW in host memory is AdamW, and its state is saved and loaded."""
 import torch
 from memory_helpers import IDS, gradients, load
 from safetensors.torch import save_file
 
-from experiment.checkpoint import load_optimizer, optimizer_tensors
-from llm.loading import load_model
-from llm.memory import Techniques
-from llm.adapter_files import adamw
+from extras.exact.checkpoint import load_optimizer, optimizer_tensors
+from core.loading import load_model
+from extras.memory.techniques import Techniques
+from core.adapter_files import adamw
 
 
 def test_adamw_on_the_host_is_adamw_and_its_state_is_saved(tiny, tmp_path):

@@ -11,12 +11,12 @@ import agent
 import envs
 import grpo
 from agent import Limits, rollout
-from envs.trl import opening
-from episodes.tasks import load_tasks, train_and_held_out
-from experiment.episodes import transcript
-from experiment.errors import UserError
-from llm.chat import Chat
-from llm.tiny import make_tiny
+from extras.adapters.trl import opening
+from core.tasks import load_tasks, train_and_held_out
+from core.episodes import transcript
+from core.errors import UserError
+from core.chat import Chat
+from core.tiny import make_tiny
 
 FILE = str(__import__("pathlib").Path(__file__).with_name("trl_environments.py"))
 MODEL, TOKENIZER = make_tiny()

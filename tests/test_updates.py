@@ -11,7 +11,9 @@ import grpo
 import reward_weighted
 import sft
 from agent import collate, evaluate, rollout
-from llm import adamw, logprobs, token_logprobs
+from core.adapter_files import adamw
+from core import logprobs
+from core.logprobs import token_logprobs
 
 # Two updates of the same episodes, all of them in each.
 TWICE = {

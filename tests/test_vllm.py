@@ -1,4 +1,4 @@
-"""llm/vllm.py against a stand-in for vLLM: what a run asks, what it proves, and how every fault of a server ends."""
+"""extras/vllm/servers.py against a stand-in for vLLM: what a run asks, what it proves, and how every fault of a server ends."""
 import json
 import shutil
 import socket
@@ -21,10 +21,12 @@ from test_resume import config, place  # noqa: F401  (a fixture)
 
 import grpo
 import reward_weighted
-from experiment.background import in_thread
-from experiment.errors import UserError
-from llm import load_model, token_logprobs, vllm, vllm_proof
-from llm.engine import Engine, Row
+from extras.background import in_thread
+from core.errors import UserError
+from core.loading import load_model
+from core.logprobs import token_logprobs
+from extras.vllm import servers as vllm, proof as vllm_proof
+from core.engine import Engine, Row
 from lora import adapter_tensors, merged, reference
 
 ROOT = Path(grpo.__file__).parent
@@ -63,7 +65,7 @@ class StandIn(ThreadingHTTPServer):
 
     def load(self, name, path):
         self.loads.append(name)
-        with self.lock, mock.patch("llm.loading.probe"):
+        with self.lock, mock.patch("core.loading.probe"):
             self.models[name], _ = load_model(self.base if self.ignores_adapters else path, dtype="float32", train=False)
 
     def turn(self, body):
@@ -214,7 +216,7 @@ def test_what_is_logged_of_importance_weights():
 
 
 def test_a_run_that_decodes_here_imports_no_client():
-    check = "import sys, grpo; sys.exit('llm.vllm' in sys.modules or 'episodes.ahead' in sys.modules)"
+    check = "import sys, grpo; sys.exit('extras.vllm.servers' in sys.modules or 'extras.vllm.ahead' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
 
 

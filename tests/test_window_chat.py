@@ -1,4 +1,4 @@
-"""window/chat.py and window/traces.py: the agent and the plain model in a chat, tasks as people type them, episodes that are kept."""
+"""extras/serve/chat.py and extras/show/traces.py: the agent and the plain model in a chat, tasks as people type them, episodes that are kept."""
 import json
 import os
 import re
@@ -17,15 +17,15 @@ from agent import Episode, Limits, Trajectory
 from envs.equations import Equations
 from envs.gsm8k import GSM8K
 from envs.session import Session, Watch
-from episodes.demonstrations import read_trajectories
-from experiment.episodes import message_lines
-from experiment.errors import UserError
-from experiment.program import main
-from llm.chat import Chat
-from llm.engine import Engine, Row
-from window import chat as talk
-from window import traces as window_traces
-from window.traces import Traces
+from extras.data.demonstrations import read_trajectories
+from core.episodes import message_lines
+from core.errors import UserError
+from core.program import main
+from core.chat import Chat
+from core.engine import Engine, Row
+from extras.serve import chat as talk
+from extras.show import traces as window_traces
+from extras.show.traces import Traces
 
 
 # ------------------------------------------------------------------------------------------------------ what people type

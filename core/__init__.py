@@ -1,0 +1,36 @@
+"""What a plain run needs, and nothing else. Importing it checks the installation, before torch."""
+import os
+import sys
+import warnings
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+
+def check_installation():
+    """Exit with one line that says so on a system, Python or package that this does not run on.
+
+    A package that is missing says so itself where it is imported.
+    """
+    if os.name == "nt":
+        sys.exit("native Windows is not supported; run this in WSL2")
+    if sys.version_info < (3, 11):
+        sys.exit(f"this is Python {sys.version.split()[0]}; 3.11 or later is needed")
+    from packaging.requirements import Requirement
+    path = Path(__file__).parents[1] / "requirements.txt"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        needed = Requirement(line)
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(needed.name)
+            if not needed.specifier.contains(version, prereleases=True):
+                sys.exit(f"{needed.name} {version} is installed, and {needed} is needed; "
+                         "pip install -r requirements.txt")
+
+
+check_installation()
+# Torch's threads wait for each other by spinning, 300,000 rounds by default. Where another busy
+# process holds the core of one of them, the others waste theirs: bench/beside.py.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# Torch 2.11 says on a GPU that the thread of its first backward pass had no context yet.
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS")

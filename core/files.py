@@ -1,0 +1,87 @@
+"""Files that are whole or absent, strict JSON, and fingerprints."""
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+
+from core.data import whole
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def finite(value):
+    """Return the value as strict JSON holds it, so that our own reader takes what we write.
+
+    Non-finite floats become None, tensor and numpy scalars numbers, lone surrogates "?".
+    """
+    if isinstance(value, dict):
+        return {whole(str(key)): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, str):
+        return whole(value)
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(value, indent=None):
+    """Return the value as strict JSON, with a newline at the end."""
+    return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
+
+
+def write_json(path, value):
+    """Write a value as indented JSON. The file is whole or not there."""
+    replace_file(path, to_json(value, indent=1))
+
+
+def set_aside(path):
+    """Rename a file or folder to PATH.1, or the next number that is free. Return the new path."""
+    number = 1
+    while (new := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(new)
+    return new
+
+
+def replace_file(path, text):
+    """Write a file whole or not at all."""
+    replace_lines(path, [text.encode()])
+
+
+def replace_lines(path, lines):
+    """Write lines of bytes into a file, all or none. They may come from the file itself."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(lines)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync(path):
+    """Flush a file or folder to the disk, so that it survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        # Network drives and the shared folders of virtual machines cannot flush a folder.
+        if not os.path.isdir(path):
+            raise
+    finally:
+        os.close(handle)
+
+
+def fingerprint(path):
+    """Return the size and the sha256 of a file as a dict."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return {"bytes": os.path.getsize(path), "sha256": digest.hexdigest()}
+
+
+def is_disk_full(error):
+    """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
+    number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
+    return number is not None and int(number[1]) in DISK_FULL

@@ -1,0 +1,258 @@
+"""Log-probability and entropy of every trained token, without a (B, T, V) tensor.
+
+    token_logprobs    the function that algorithms call, and the only place that shifts tokens
+    score             token_logprobs of a whole step, without gradient
+    hidden_states     send rows that begin alike through the model as one packed row
+
+The output head runs on chunks of tokens. One whose weight is in int8 runs on blocks of the
+vocabulary (`Int8Head.logprobs`).
+"""
+import torch
+from torch.nn import functional as F
+
+from extras.memory.techniques import facts
+from lora import GRADIENT_SCALE
+
+CHUNK = 2**23  # logits that exist at once
+CPU_PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache
+GPU_PIECE = 2**23
+
+
+def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
+                   return_hidden: bool = False):
+    """Return log pi(token t | tokens before t) and the policy's entropy there, in nats.
+
+    Column t belongs to token t and is predicted from column t - 1; column 0 is 0.0. The head runs
+    only where the mask is 1. Padding is on the right, where causal attention cannot see it.
+
+    Args:
+        model: the policy
+        token_ids: (B, T), right-padded
+        loss_mask: (B, T), 1 where a log-probability is wanted
+        temperature: the logits are divided by it
+        return_hidden: True also returns what the head saw, for a head that a fork adds. A critic
+            takes hidden.detach(), or its loss moves the policy. The state after the last token
+            needs one more column, with mask 1.
+
+    Returns logprobs (B, T) and entropy (B, T), float32, differentiable, 0.0 where the mask is 0.
+    With return_hidden also hidden (B, T, D), of the same kind: column t holds the last hidden state
+    before token t. The scale of float16 gradients lies behind it (see `scale_gradient`), so what is
+    computed from it in float32, such as values V = value_head(hidden), gets plain gradients.
+    """
+    used = used_columns(loss_mask)  # what follows them changes nothing before it
+    prefix = shared_prefix(model, token_ids[:, :used], loss_mask[:, :used])
+    hidden, index = hidden_states(model, token_ids[:, :used], prefix)  # (N, D), (B, used)
+    predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
+    head = model.get_output_embeddings()
+    # Mamba's layers add up in float32.
+    hidden = hidden[index[:, :-1][predicted[:, :used - 1]]].to(head.weight.dtype)  # (n, D)
+    targets = token_ids[:, 1:][predicted]  # (n,)
+    if hasattr(head, "logprobs"):
+        logprobs, entropy = head.logprobs(model, hidden, targets, temperature)
+    else:
+        weights = [weight for weight in head.parameters() if weight.requires_grad]
+        logprobs, entropy = _HeadLogprobs.apply(
+            model, hidden, targets, temperature, *weights)  # (n,), (n,)
+    if hidden.dtype == torch.float16 and hidden.requires_grad:
+        scale_gradient(logprobs)
+        scale_gradient(entropy)
+    zeros = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
+    columns = F.pad(predicted, (1, 0))  # (B, T)
+    results = zeros.masked_scatter(columns, logprobs), zeros.masked_scatter(columns, entropy)
+    if not return_hidden:
+        return results
+    exact = hidden.float()  # (n, D)
+    if exact.requires_grad and hidden.dtype == torch.float16:
+        scale_gradient(exact)
+    padded = exact.new_zeros(*token_ids.shape, exact.shape[1])  # (B, T, D)
+    return *results, padded.masked_scatter(columns[..., None], exact)
+
+
+@torch.no_grad()
+def score(model, token_ids, mask, temperature: float, run, policy):
+    """Return a step's log-probabilities (B, T), in the run's micro-batches, by all its ranks.
+
+    It leaves the model in `eval` mode, without dropout. `policy` is a context in which the model is
+    the policy to score: lora.merged or lora.reference. The others are those of `token_logprobs`.
+    """
+    logprobs = torch.zeros(token_ids.shape, device=token_ids.device)
+    model.eval()
+    with policy:
+        for rows in run.micro_batches(len(token_ids), "score"):
+            logprobs[rows], _ = token_logprobs(model, token_ids[rows], mask[rows], temperature)
+    return run.ranks.add(logprobs)
+
+
+def scale_gradient(x):
+    """Make the gradient of x GRADIENT_SCALE times as large, which `lora.Cast` undoes.
+
+    Float16 ends at 6e-8, and a token's share of a gradient is soon smaller. The scale is constant:
+    an update that overflows is skipped (Run.discard_if_not_finite).
+    """
+    # The gradient is None where the loss leaves x out, as most losses do the entropy.
+    x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)
+
+
+def used_columns(loss_mask) -> int:
+    """Return how many columns there are up to the last one with a 1 in the mask (B, T); at least 1.
+
+    The meta device has no numbers to look at: there all T count.
+    """
+    if loss_mask.is_meta:
+        return loss_mask.shape[1]
+    columns = loss_mask.any(0).nonzero()  # (number, 1)
+    return int(columns[-1]) + 1 if len(columns) else 1
+
+
+def shared_prefix(model, token_ids, loss_mask) -> int:
+    """Return the length of the prompt that all rows share, or 0 if it is not worth sharing.
+
+    It is if a tenth of the tokens (B, T) is saved, and if the model can continue from a prefix.
+    The prefix ends before the first 1 of the mask (B, T).
+    """
+    B, T = token_ids.shape
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or T
+    if not facts(model).shares_prefix or window < T:
+        return 0
+    alike = (token_ids == token_ids[0]).all(0) & (loss_mask == 0).all(0)  # (T,)
+    length = min(int(alike.long().cumprod(0).sum()), T - 1)
+    saved = (B - 1) * length
+    return length if saved >= 0.1 * B * T else 0
+
+
+def hidden_states(model, token_ids, prefix: int):
+    """Return the last hidden states (N, D) and the index (B, T) of each token's own among them.
+
+    With a prefix of P tokens that all rows (B, T) share, N is P + B (T - P) instead of B T: the
+    model sees one packed row [prefix, row 1 .. row B]. Each row's positions continue the prefix's.
+    """
+    B, T = token_ids.shape
+    column = torch.arange(T, device=token_ids.device)
+    row = torch.arange(B, device=token_ids.device)[:, None]
+    if not prefix:
+        hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1), row * T + column
+    packed = torch.cat([token_ids[0, :prefix], token_ids[:, prefix:].flatten()])  # (N,)
+    positions = torch.cat([column[:prefix], column[prefix:].repeat(B)])  # (N,)
+    # Without a mask transformers would make one, square in all of the row's tokens.
+    no_mask = token_ids.new_ones(1, 1, 1, 1)
+    hidden = model.base_model(
+        input_ids=packed[None], position_ids=positions[None], use_cache=False,
+        attention_mask=no_mask, shared_prefix=(prefix, B)).last_hidden_state[0]  # (N, D)
+    return hidden, torch.where(column < prefix, column, row * (T - prefix) + column)
+
+
+def head_logits(model, hidden):
+    """Return the logits (N, V) of hidden states (N, D), not divided by the temperature."""
+    head = model.get_output_embeddings()
+    return scaled(model.config, head(hidden.to(head.weight.dtype)))
+
+
+def scaled(config, logits):
+    """Return what a head puts out, scaled as Cohere, Falcon-H1, Granite and Gemma 2 do."""
+    if factor := getattr(config, "logit_scale", getattr(config, "lm_head_multiplier", None)):
+        logits = logits * factor
+    # A wrapper (Gemma 4) has these in its text config. Cohere's leaves the factor out.
+    config = config.get_text_config()
+    if getattr(config, "logits_scaling", None):
+        logits = logits / config.logits_scaling
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Log-probability and entropy of softmax(logits / temperature), in chunks of tokens.
+
+    With p = softmax(z) and H = -sum p log p:
+
+        d log p_y / dz = onehot(y) - p        dH / dz = -p (log p + H)
+
+    The forward pass keeps d log p_y / d hidden (N, D) while the chunk's softmax is at hand, and the
+    backward pass only scales its rows. If the entropy carries a gradient or the head trains, the
+    backward pass runs the head again.
+    """
+
+    @staticmethod
+    def forward(ctx, model, hidden, targets, temperature, *weights):
+        ctx.model = model
+        ctx.temperature = temperature
+        ctx.weights = weights
+        ctx.chunk_size = max(1, CHUNK // len(model.get_output_embeddings().weight))
+        keep = ctx.needs_input_grad[1] and not weights
+        slope = torch.empty_like(hidden) if keep else None  # (N, D)
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy = torch.empty_like(logprobs)
+        for chunk in blocks(len(hidden), ctx.chunk_size):
+            with torch.set_grad_enabled(keep):
+                h = hidden[chunk].detach().requires_grad_(keep)
+                logits = head_logits(model, h)  # (n, V)
+            _softmax(logits.detach(), targets[chunk, None], temperature, logprobs[chunk],
+                     entropy[chunk], keep)
+            if keep:
+                slope[chunk], = torch.autograd.grad(logits, h, logits.detach())
+            # Free them before the next chunk's are computed.
+            del logits
+        ctx.save_for_backward(hidden, targets, entropy, slope)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, targets, entropy, slope = ctx.saved_tensors
+        if slope is not None and (grad_entropy == 0).all():
+            grad_hidden = (slope * grad_logprobs[:, None]).to(hidden.dtype)
+            return None, grad_hidden, None, None
+        grad_hidden = torch.empty_like(hidden)
+        grad_weights = [torch.zeros_like(weight) for weight in ctx.weights]
+        for chunk in blocks(len(hidden), max(1, ctx.chunk_size // 2)):
+            with torch.enable_grad():
+                h = hidden[chunk].detach().requires_grad_()
+                logits = head_logits(ctx.model, h)  # (n, V)
+            grad = _logits_gradient(
+                logits.detach(), targets[chunk, None], ctx.temperature, entropy[chunk, None],
+                grad_logprobs[chunk, None], grad_entropy[chunk, None])
+            grad_hidden[chunk], *chunk_weights = torch.autograd.grad(
+                logits, (h, *ctx.weights), grad)
+            del logits, grad
+            for total, addend in zip(grad_weights, chunk_weights):
+                total += addend
+        return None, grad_hidden, None, None, *grad_weights
+
+
+def _softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
+    """Write the targets' log-probabilities (n,) and the entropy (n,), a few tokens at a time.
+
+    The logits are (n, V), the targets (n, 1). `overwrite` replaces the logits by
+    d log p_target / d logits: the graph of a head never reads its logits again.
+    """
+    piece_elements = CPU_PIECE if logits.is_cpu else GPU_PIECE
+    for piece in blocks(len(logits), max(1, piece_elements // logits.shape[1])):
+        logp = _over(logits[piece].float(), temperature).log_softmax(-1)
+        probs = logp.exp()
+        logprobs[piece] = logp.gather(1, targets[piece])[:, 0]
+        entropy[piece] = -logp.mul_(probs).sum(-1)
+        if overwrite:
+            probs.neg_().scatter_(1, targets[piece], 1, reduce="add")
+            logits[piece] = _over(probs, temperature)
+        # Free them before the next piece's are computed.
+        del logp, probs
+
+
+def _logits_gradient(logits, targets, temperature, entropy, grad_logprobs, grad_entropy):
+    """Return the gradient of the logits (n, V). All others are (n, 1)."""
+    logp = _over(logits.float(), temperature).log_softmax(-1)
+    probs = logp.exp()
+    grad = logp.add_(entropy).mul_(probs).mul_(-grad_entropy)
+    grad.addcmul_(probs, grad_logprobs, value=-1)
+    grad.scatter_add_(1, targets, grad_logprobs)
+    return _over(grad, temperature).to(logits.dtype)
+
+
+def _over(x, temperature):
+    """Return x / temperature, without the pass over x if the temperature is 1."""
+    return x if temperature == 1 else x / temperature
+
+
+def blocks(n: int, size: int) -> list[slice]:
+    """Return slices of `size` that cover range(n)."""
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]

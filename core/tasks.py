@@ -1,0 +1,272 @@
+"""Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from itertools import chain
+
+from tqdm import tqdm
+
+import envs
+from core.bars import NO_BAR
+from core.config import MIXTURES
+from core.data import reading
+from core.episodes import print_dropped
+from core.errors import UserError
+from core.files import finite
+from core.seeds import mix, shuffled, split_of
+
+CELLS = "envs.options"  # only a .csv file needs it
+needed = cache(envs.needed)  # a file may have a million rows
+
+
+def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
+               eval_dataset: str | None = None, env_options: dict | None = None,
+               fields: str | None = None, holds_out: bool = True) -> list[dict]:
+    """Return at most n tasks, in an order fixed by the seed: arguments of `reset`, and their "env".
+
+    Args:
+        name: the environment. Several ("a,b") take turns, and None has no tasks.
+        split: "train" or "test". The two never share a row of a file.
+        dataset: task files (extras/data/mixtures.py), or None: the environment makes the tasks. Of
+            several environments, a row's "env" says which one it is for.
+        eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
+            hash of its content.
+        env_options: what `envs.options_of` returns. Every row gets them.
+        fields: "question=problem,...", where the files have other names of columns.
+        holds_out: False takes all rows of `dataset` for training.
+    """
+    names = envs.names_of(name)
+    if not names or n == 0:
+        return []
+    path = eval_dataset if split == "test" and eval_dataset else dataset
+    share = None if n is None else -(-n // len(names))
+    columns = []
+    for env_name in names:
+        cls = envs.with_options(envs.load(env_name), env_options)
+        if path:
+            is_whole = eval_dataset or not holds_out
+            rows = _tasks_of_file(env_name, names, cls, split, seed, path, is_whole, fields)
+        else:
+            rows = _tasks_of_environment(env_name, cls, split, share, seed)
+        # Data chooses among the environments that the user named, and no other code.
+        options = envs.taken(cls, env_options or {})
+        columns.append([{**row, "env": env_name, **options} for row in rows])
+    tasks = list(chain.from_iterable(columns if path else zip(*columns)))
+    if path and len(names) > 1:
+        tasks = shuffled(tasks, seed)
+    if path and split == "train":
+        print_dropped(tasks, tasks[:n], f"tasks of {path:.200} are left out: {n} are asked for")
+    return tasks[:n]
+
+
+def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> list[dict]:
+    """Return tasks for a config. `files`: (dataset, eval_dataset) in place of the config's."""
+    dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
+    return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
+                      envs.options_of(config), config.fields, holds_out)
+
+
+def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
+    """Return the tasks that the environment makes itself: in `_tasks`, or each time in `reset`."""
+    if not hasattr(cls, "_tasks"):
+        if needed(cls.reset):
+            raise UserError(f"environment {name!r} makes no tasks of its own; give --tasks FILE")
+        return [{}] * (n or 1000)
+    with reading(f"environment {name!r}: _tasks({split!r}, {n}, {seed})"):
+        rows = [dict(row) for row in cls._tasks(split, n, seed)]
+        # What JSON cannot hold can be neither compared nor recorded.
+        _text(rows)
+        if not rows:
+            raise ValueError("it made no tasks")
+    return rows
+
+
+def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
+    """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
+    tasks = []
+    dropped = Counter()
+    rows = import_module(MIXTURES).read_data(path, fields, seed)
+    # Rows of `code` are tried in the sandbox, some thirty a second.
+    for place, row in tqdm(rows, "tasks", disable=NO_BAR, leave=False, delay=2):
+        with reading(place):
+            if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
+                continue
+            if ".csv:" in place.lower():
+                row = import_module(CELLS).read_cells(cls.reset, row)
+            in_split = is_whole or is_held_out(row) == (split == "test")
+            # Rows of the other split are checked as well.
+            task = _as_task(cls, row)
+        if in_split and task is None:
+            dropped["rows have nothing that can be played"] += 1
+        elif in_split:
+            dropped["tests cannot be read"] += task.get("dropped_tests", 0)
+            if len(names) == 1 and "env" in task:
+                task = {**task, f"{envs.COLUMN}env": task["env"]}
+            tasks.append(task)
+    for what, number in dropped.items():
+        if number:
+            print(f"{path:.200}: {number} {what}: dropped ({split})")
+    if not tasks:
+        raise UserError(f"{path:.200}: {name}: no rows for it, or too few rows to hold some out; "
+                        "give --eval_dataset path/to/test.jsonl, or --eval_tasks 0 (not sft.py)")
+    return shuffled(tasks, seed)
+
+
+def _as_task(cls, row: dict) -> dict | None:
+    """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
+    required = needed(cls.reset)
+    hint = (f"rows are read as tasks of {cls.__name__}; --fields renames columns; "
+            "prompts without tools: --env envs.prompts:Prompts")
+    try:
+        task = cls._row(row) if hasattr(cls, "_row") else row
+    except (KeyError, TypeError):
+        # A missing column says more than the error that it leads to.
+        need(row, *required, otherwise=hint)
+        raise
+    if task is not None:
+        need(task, *required, otherwise=hint)
+        prompt = task.get("prompt", "")
+        if not isinstance(prompt, str) or prompt[:1] == "[":
+            import_module(envs.TRL).opening(cls.reset, task, "any question")
+    return task
+
+
+def with_env(config):
+    """Return a config of sft.py or dpo.py with the environment of a run that states none.
+
+    It is that of the recorded episodes, none for other data (--dataset), or else equations. Raises
+    UserError for flags that clash.
+    """
+    if config.dataset and config.trajectories:
+        raise UserError(f"--dataset {config.dataset} and --trajectories {config.trajectories}: "
+                        "give one; tasks to evaluate on are given with --tasks")
+    env = config.env
+    if not env and config.trajectories:
+        env = recorded_env(config.trajectories)
+    elif not env and not config.dataset:
+        env = "equations"
+    if config.tasks and not env:
+        raise UserError(f"--tasks {config.tasks}: name their environment with --env")
+    return replace(config, env=env)
+
+
+def recorded_env(trajectories: str) -> str | None:
+    """Return the registered environments ("a,b") that recorded episodes are of, or None.
+
+    A data file never chooses which code runs: what is not in envs.ENVS is ignored.
+    """
+    named = read_as(trajectories, lambda row, _: str(dict(row.get("info", {})).get("env")))
+    return ",".join(sorted(envs.ENVS.keys() & named)) or None
+
+
+def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
+    """Return the held-out tasks that are no training tasks, and print how many were dropped.
+
+    Two tasks are the same if their prompt and the required arguments of `reset` are. Of a task
+    without one, all columns of the held-out tasks are compared. The training tasks may be those of
+    recorded episodes (`info["task"]`).
+    """
+    names = {task["env"] for task in held_out}
+    required = set().union(*(needed(envs.load(name).reset) for name in names))
+    # A task that was played has more entries than it was given: the expert's noise.
+    columns = set().union(*held_out) - {"env"}
+
+    def content(task):
+        keys = required & task.keys() or columns
+        return {key: task[key] for key in task if key in keys or key == "prompt"}
+
+    return unseen(held_out, training_tasks, content)
+
+
+def tasks_of(episodes) -> list[dict]:
+    """Return the tasks that episodes recorded."""
+    tasks = [t.info.get("task") for t in episodes]
+    return [task for task in tasks if isinstance(task, dict)]
+
+
+def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
+    """Return n training tasks and the held-out tasks of a config; no task is in both.
+
+    There are none without an environment. Where n is 0, because other data is learned from, all
+    rows of --tasks are held out.
+    """
+    files = None if n else (None, config.eval_dataset or config.tasks)
+    train = tasks_for(config, "train", n, files, holds_out=config.eval_tasks > 0)
+    held_out = tasks_for(config, "test", config.eval_tasks, files)
+    return train, drop_seen(held_out, train)
+
+
+def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: int) -> list[dict]:
+    """Return the candidates number `first` to `first + n - 1` of a step, a function of the seed.
+
+    The first `tasks_per_step` are the epoch's next tasks in shuffled order, and where it ends, the
+    first ones of the next epoch; more are drawn at random.
+    """
+    if first:
+        return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
+    epoch, place = divmod(step * tasks_per_step, len(tasks))
+    drawn = shuffled(tasks, [seed, epoch], slice(place, place + n))
+    while len(drawn) < n:
+        epoch += 1
+        drawn += shuffled(tasks, [seed, epoch], slice(n - len(drawn)))
+    return drawn
+
+
+# ---------------------------------------------------------------------------- rows of any file
+# What a row with such a column is, and how its file is given.
+KINDS = {
+    "token_ids": "a recorded episode is given with --trajectories",
+    "chosen": "a pair is given to dpo.py with --dataset",
+    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
+                    "a conversation is given to sft.py with --dataset"),
+}
+
+
+def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
+    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
+
+    `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
+    """
+    for place, row in import_module(MIXTURES).read_data(data, fields, seed):
+        with reading(place):
+            item = convert(row, place)
+        yield item
+
+
+def need(row: dict, *fields: str, otherwise: str = ""):
+    """Raise ValueError if the row lacks one of the fields.
+
+    The message says how a row of another kind is given, or what is missing, and `otherwise`.
+    """
+    columns = ", ".join(row)
+    for name in fields:
+        if row.get(name) is None:
+            wanted = {None, *map(KINDS.get, fields)}
+            kinds = [kind for kind in map(KINDS.get, row) if kind not in wanted]
+            if kinds:
+                raise ValueError(f"{kinds[0]}; the row has: {columns}")
+            hint = otherwise and f"; {otherwise}"
+            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
+            raise ValueError(f"{wrong}; has: {columns}{hint}")
+
+
+def is_held_out(content) -> bool:
+    """True for a tenth of all contents, by their hash."""
+    return split_of(_text(content)) == "test"
+
+
+def unseen(held_out: list, training: list, content) -> list:
+    """Return the held-out items that are no training items, and print how many were dropped.
+
+    `content` is a function that returns what identifies an item, as a JSON value.
+    """
+    seen = {_text(content(item)) for item in training}
+    kept = [item for item in held_out if _text(content(item)) not in seen]
+    print_dropped(held_out, kept, "held-out rows are also in the training data: dropped")
+    return kept
+
+
+def _text(content) -> str:
+    return json.dumps(finite(content), sort_keys=True)

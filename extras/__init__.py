@@ -1,0 +1,1 @@
+"""Optional layers over core/. Each folder can be deleted."""

@@ -1,0 +1,1 @@
+"""Environments of other packages: TRL, Gymnasium, Reasoning Gym, verifiers."""

@@ -1,0 +1,123 @@
+"""What TRL's data, environments and reward functions expect: prompts in rows, and arguments."""
+import inspect
+from types import SimpleNamespace
+
+from envs.calls import accepts, needed
+from core.bars import say_once
+from core.data import as_messages
+from core.tool_calls import check_call
+
+
+def opening(reset, task: dict, observation: str) -> list[dict]:
+    """Return the messages of a task's column "prompt", the last of which ends with the observation.
+
+    If the method `reset` takes an argument of this name and returns text, that is all. Raises
+    ValueError if the prompt is neither text nor messages.
+    """
+    prompt = task["prompt"]
+    if prompt is None or observation and "prompt" in inspect.signature(reset).parameters:
+        prompt = ""
+    prompt = list(map(as_past, as_messages(prompt, "prompt", "user")))
+    if not all(isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+               for message in prompt):
+        raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
+    *messages, last = prompt
+    if last["role"] == "system" and observation:
+        return [*prompt, {"role": "user", "content": observation}]
+    if last["role"] != "user":
+        raise ValueError(f'the last message of "prompt" must be the user\'s, not {last["role"]}')
+    return [*messages, {**last, "content": last["content"] + observation}]
+
+
+def env_of(row: dict, names: list[str]) -> str:
+    """Return which of the named environments a row's "env" is, by name or class, or ValueError.
+
+    TRL calls the column "environment".
+    """
+    wanted = row.get("env", row.get("environment"))
+    for name in names:
+        if wanted in (name, name.rpartition(":")[2]):
+            return name
+    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {wanted!r:.60}')
+
+
+def turns_of(t) -> list[int]:
+    """Return where in an episode's messages its turns are. Before them a "prompt" may have some."""
+    places = [i for i, message in enumerate(t.messages) if message["role"] == "assistant"]
+    return places[-len(t.rewards):]
+
+
+def as_past(message: dict) -> dict:
+    """Return a message of a prompt, an assistant's marked as not sampled here ("loss": 0).
+
+    OpenAI writes the arguments of its calls as JSON inside a string, and no content beside them;
+    templates and our episodes have the arguments as an object.
+    """
+    if message.get("role") != "assistant":
+        return message
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = check_call(call)
+        calls.append({**call, **function, "function": function})
+    if calls:
+        message = {**message, "content": message.get("content") or "", "tool_calls": calls}
+    return {**message, "loss": 0}
+
+
+def is_of_trl(function) -> bool:
+    """True for a function that is to be called as TRL calls it, with names and for all episodes."""
+    return accepts(function, "completions")
+
+
+def as_trl(episodes: list, name: str, function) -> dict:
+    """Return the arguments that TRL 1.16 calls a reward function with (`_calculate_rewards`).
+
+    Its name is that of --rewards: an instance that can be called has none of its own.
+
+    Prompts and completions are messages, or text where the task's column "prompt" is text. A
+    column that the function asks for and these tasks leave empty is None for each.
+    """
+    trajectories = [e.trajectory for e in episodes]
+    # The column "env" of a task has chosen among several environments.
+    tasks = [{"env": t.info.get("env"), **t.info["task"]} for t in trajectories]
+    prompts, completions = [], []
+    for t, task in zip(trajectories, tasks):
+        turns = turns_of(t)
+        if isinstance(task.get("prompt"), str):
+            prompts.append(task["prompt"])
+            completions.append("\n".join(t.messages[turn]["content"] for turn in turns))
+        else:
+            prompts.append(t.messages[:turns[0]])
+            completions.append([trl_message(message) for message in t.messages[turns[0]:]])
+
+    def log_metric(name, value):
+        for t in trajectories:
+            t.reward_parts[name] = float(value)
+
+    def log_extra(column, values):
+        for t, value in zip(trajectories, values):
+            # What an episode's info says already, such as "success", stays.
+            t.info.setdefault(column, str(value))
+
+    # A group's id begins with the step.
+    state = SimpleNamespace(global_step=int(trajectories[0].group_id.rpartition("-")[0]))
+    given = {"prompts": prompts, "completions": completions,
+             "completion_ids": [t.token_ids[t.loss_mask.index(1):] for t in trajectories],
+             "environments": [e.session.env for e in episodes], "trainer_state": state,
+             "log_metric": log_metric, "log_extra": log_extra}
+    columns = set().union(*tasks)
+    wanted = set(needed(function)).difference(given)
+    for column in sorted(wanted - columns):
+        say_once(f"note: --rewards {name}: no task of this step has a column {column!r}, so it "
+                 f"gets None; columns: {', '.join(sorted(columns))}")
+    names = (columns | wanted) - {"prompt", "completion"}
+    return {column: [task.get(column) for task in tasks] for column in names} | given
+
+
+def trl_message(message: dict) -> dict:
+    """Return a message of an episode as TRL holds it, whose calls are those of functions."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [call if "function" in call else {"type": "function", "function": call}
+             for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}

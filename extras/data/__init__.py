@@ -1,0 +1,1 @@
+"""Rows of other forms: conversations, pairs, tables, mixtures, the hub."""

@@ -1,0 +1,216 @@
+"""Demonstrations in files: conversations, as chats or as completions, and recorded episodes.
+
+    read_demonstrations  the conversations in the rows of a file
+    Encoder              their token ids and loss mask, put together as a rollout puts them together
+    read_trajectories    recorded episodes, which have their token ids
+"""
+import json
+import unicodedata
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from typing import NamedTuple
+
+import envs
+from agent import Trajectory
+from core.tasks import need, read_as
+from core.data import as_messages, reading
+from core.episodes import without_faults
+from core.chat import Chat
+
+RECORDED = "extras.data.recorded"  # only conversations in files need it
+CONVERSATIONS = {"messages", "conversations", "completion", "output"}
+TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
+
+
+class Conversation(NamedTuple):
+    """The conversation in a row of a file. Messages with "loss": 0 are not learned.
+
+    The row may also hold "tools" or "functions" (schemas, or their JSON text) and "system" or
+    "system_prompt" (the system message, where `messages` has none). Without them, those of the
+    environment are taken.
+    """
+
+    messages: list[dict]
+    row: dict
+    place: str  # FILE:LINE
+
+
+# ------------------------------------------------------------------------------------------- rows
+def read_demonstrations(path: str, config) -> list[Conversation]:
+    """Return the conversations in the rows of a file. UserError: `FILE:LINE: what is wrong`.
+
+    config: names the environment, whose `_conversation` reads rows of its own form.
+    """
+    cls = single_environment(config)
+    return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place),
+                        config.fields, config.seed))
+
+
+def single_environment(config) -> type | None:
+    """Return the class of the environment of a config. Of several (a,b) none is taken."""
+    names = envs.names_of(config.env)
+    if len(names) != 1:
+        return None
+    return envs.with_options(envs.load(names[0]), envs.options_of(config))
+
+
+def messages_in(row: dict, env: type | None) -> list[dict]:
+    """Return the messages in a row, or raise ValueError. Its columns say of which form it is.
+
+        messages                    a chat: its assistant messages are learned, but those of
+                                    "loss" or "weight" 0
+        conversations               ShareGPT: the same as {"from", "value"}
+        prompt, completion          each text or messages; the completion is learned
+        instruction, input, output  Alpaca; the output is learned, and the input may be missing
+        text                        learned from its first to its last token, without a template
+
+    Other rows are read by the environment's `_conversation`.
+    """
+    # In a table of several forms the columns of the others are null.
+    given = {name for name in row if row[name] is not None}
+    labels = {str(row.get(name)).lower() for name in ("label", "kto_tag")}
+    if given & CONVERSATIONS and "false" in labels:
+        raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
+    for name in ("messages", "conversations"):
+        if name in given:
+            return as_messages(row[name], name)
+    if "completion" in row and not given & {"output", "text"}:
+        need(row, "prompt", "completion")
+    prompt = prompt_in(row)
+    for name in ("completion", "output"):
+        if name in given and prompt:
+            return without_loss(prompt) + as_messages(row[name], name, "assistant")
+    if hasattr(env, "_conversation"):
+        return env._conversation(row)
+    if isinstance(row.get("text"), str):
+        return [{"role": TEXT, "content": row["text"]}]
+    need(row, "messages", otherwise="nor another form: {conversations}, {prompt, completion}, "
+                                    "{instruction, output}, {text}; rows of an environment's own "
+                                    "form need its --env, tasks --tasks")
+
+
+def prompt_in(row: dict) -> list[dict] | None:
+    """Return the messages of "prompt", "conversations" or "instruction", or None without them."""
+    for name in ("prompt", "conversations"):
+        if row.get(name) is not None:
+            return as_messages(row[name], name, "user")
+    if row.get("instruction") is None:
+        return None
+    if row.get("history"):
+        raise ValueError('"history" is not read; give the conversation as "messages"')
+    parts = [row["instruction"], row.get("input")]
+    return as_messages("\n\n".join(filter(None, parts)), "instruction", "user")
+
+
+def without_loss(messages):
+    """Return the messages marked as not to be learned."""
+    return [{**message, "loss": 0} for message in messages]
+
+
+# ----------------------------------------------------------------------------------------- tokens
+class Encoder:
+    """Turns conversations into token ids and a loss mask: the same ids as in a rollout.
+
+    config: names the environment whose tools and system message a conversation gets by default.
+    """
+
+    def __init__(self, tokenizer, config):
+        self.env, self.tokenizer = config.env, tokenizer
+        cls = single_environment(config)
+        self.system_prompt = getattr(cls, "system_prompt", None)
+        self.schemas = envs.schemas(cls) if cls else []
+        # Preparing a chat costs many renderings of the template; most files have one list of tools.
+        self.chat = lru_cache(64)(lambda tools: Chat(tokenizer, json.loads(tools)))
+
+    def __call__(self, conversation: Conversation) -> Trajectory:
+        """Return a conversation as an episode. UserError: `FILE:LINE: what is wrong`."""
+        messages, row, place = conversation
+        with reading(place):
+            system = row.get("system") or row.get("system_prompt") or self.system_prompt
+            if messages[0].get("role") == TEXT:
+                token_ids, loss_mask = self.plain_text(messages[0]["content"])
+            else:
+                if system and messages[0].get("role") != "system":
+                    messages = [{"role": "system", "content": system}, *messages]
+                tools = row.get("tools")
+                tools = row.get("functions") if tools is None else tools
+                tools = self.schemas if tools is None else read_tools(tools)
+                token_ids, loss_mask = import_module(RECORDED).recorded_ids(
+                    self.chat(json.dumps(tools)), messages)
+        return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",
+                          messages=messages, group_id=place, info={"env": self.env, "task": row})
+
+    def plain_text(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids and the loss mask of a text: all that has a token before it is learned.
+
+        Here what spells a control token is one, since people render chats into such texts. The
+        text ends with the end-of-text token, if there is one.
+        """
+        ids = self.tokenizer(text)["input_ids"]
+        # A rendered chat brings the beginning-of-text token that the tokenizer puts before it.
+        if ids[:2] == [self.tokenizer.bos_token_id] * 2:
+            ids = ids[1:]
+        if self.tokenizer.eos_token_id not in (None, *ids[-1:]):
+            ids = [*ids, self.tokenizer.eos_token_id]
+        if len(ids) < 2:
+            raise ValueError('"text" is empty: nothing to train on')
+        return ids, [0, *[1] * (len(ids) - 1)]
+
+
+def read_tools(tools) -> list[dict]:
+    """Return function schemas, which may be given as JSON text, or raise ValueError."""
+    with suppress(ValueError, TypeError, KeyError):
+        tools = json.loads(tools or "[]") if isinstance(tools, str) else tools
+        # ShareGPT's tools are the functions alone.
+        tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+        if all(type(t["function"]["name"]) is str for t in tools):
+            return tools
+    raise ValueError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')
+
+
+def count_control_tokens(conversations: list[Conversation], tokenizer):
+    """Print how many conversations spell a control token as text. Spelled so, it ends no turn."""
+    texts = [json.dumps(messages, ensure_ascii=False) for messages, *_ in conversations
+             if messages[0].get("role") != TEXT]
+    for token in tokenizer.all_special_tokens:
+        if count := sum(token in text for text in texts):
+            print(f"{count} rows contain {token} as text")
+
+
+# ------------------------------------------------------------------------------ recorded episodes
+def read_trajectories(path: str, model=None, tokenizer=None) -> list[Trajectory]:
+    """Return the episodes of a trajectories.jsonl, but for those whose environment failed.
+
+    With a model and its tokenizer, episodes of another model are refused.
+    """
+    def episode(row, _):
+        need(row, "token_ids", otherwise="conversations and pairs are given with --dataset, tasks "
+                                         "with --tasks")
+        trajectory = Trajectory.from_json(row)
+        if model:
+            check_tokens(trajectory, model, tokenizer)
+        return trajectory
+
+    return without_faults(read_as(path, episode))
+
+
+def check_tokens(t: Trajectory, model, tokenizer):
+    """Raise ValueError if an episode was recorded with another model's tokenizer.
+
+    That is so if a token id is outside of the model's vocabulary, or if the tokens do not spell the
+    first question of the user.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    largest = max(t.token_ids)
+    if largest >= vocabulary:
+        raise ValueError(f"token id {largest} is not in this model's vocabulary of {vocabulary}: "
+                         "another model's episode")
+    questions = [str(m.get("content")) for m in t.messages if m.get("role") == "user"]
+    if questions and squeezed(questions[0]) not in squeezed(tokenizer.decode(t.token_ids)):
+        raise ValueError("the tokens do not spell the episode's messages: another model's episode")
+
+
+def squeezed(text: str) -> str:
+    """Return the text without what tokenizers may lose: white space, Unicode's compatible forms."""
+    return unicodedata.normalize("NFKC", "".join(text.split()))

@@ -1,0 +1,99 @@
+"""Data sets as a flag names them: files, data sets of the hub, lists of rows, several of them.
+
+    a.jsonl                                     also .json, .csv, .parquet
+    hub:owner/name[@revision][:config][:split]  of the Hugging Face hub; the split is "train"
+    ["What is 2 + 3?", {"prompt": ...}]         the rows themselves, in YAML or JSON
+    a.jsonl,b.csv                               all rows of both
+    a.jsonl=0.7,b.csv=0.3                       rows of both, 7 of the first to 3 of the second
+
+A mixture is as large as it can be without a row that comes twice: all rows of one source, and of
+the others as many as the weights ask for, drawn by the seed.
+"""
+from contextlib import suppress
+
+from core.bars import say_once
+from core.data import LISTS, data_sources, read_rows
+from core.errors import UserError
+from core.seeds import mix, shuffled
+from extras.data.tables import pinned
+
+
+def read_data(data: str, fields: str | None = None, seed: int = 0):
+    """Yield (place, row) of every row of a data set. A place is "FILE:LINE".
+
+    Args:
+        data: what the flag says, see above.
+        fields: what --fields says: "question=problem" makes the column `problem` the `question`.
+        seed: of the rows that a mixture draws.
+
+    Raises UserError.
+    """
+    named, columns = data_sources(data), _columns(fields)
+    weights = [weight for _, weight in named]
+    if set(weights) == {None}:
+        for source, _ in named:
+            yield from _rows(source, columns)
+        return
+    if not all(weights):
+        raise UserError(f"{data}: give every one of them a weight above 0, or none")
+    tables = [list(_rows(source, columns)) for source, _ in named]
+    unit = min(len(rows) / weight for rows, weight in zip(tables, weights))
+    for (source, weight), rows in zip(named, tables):
+        # Without the small number, 0.3 / 0.1 would be 2.
+        drawn = int(unit * weight + 1e-9)
+        say_once(f"{source}: {drawn} of {len(rows)} rows, its share of the mixture")
+        yield from shuffled(rows, mix(seed, source))[:drawn]
+
+
+def _rows(source, columns):
+    """Yield (place, row) of one source, with the names of columns that --fields gives."""
+    place = "the list of rows" if source.startswith("[") else source
+    missing = set(columns)
+    for line, row in read_rows(source):
+        renamed = {}
+        for ours, theirs in columns.items():
+            with suppress(KeyError, TypeError):
+                renamed[ours] = _value(row, theirs)
+        missing -= renamed.keys()
+        if row.get("chat_template_kwargs"):
+            say_once(f"note: {place}: chat_template_kwargs is not read; set such values at the top "
+                     "of the model's chat_template.jinja: {% set enable_thinking = false %}")
+        kept = {name: value for name, value in row.items() if name not in columns.values()}
+        yield f"{place}:{line}", kept | renamed
+    if missing:
+        names = sorted({columns[name] for name in missing})
+        say_once(f"note: {place}: no row has {', '.join(names)}, which --fields names")
+
+
+def _value(row, name):
+    """Return what a row has under a name. verl has answers as "reward_model.ground_truth"."""
+    if name in row:
+        return row[name]
+    outer, _, inner = name.partition(".")
+    return _value(row[outer], inner)
+
+
+def _columns(fields):
+    """Return {our name: the name in the data} of --fields."""
+    columns = {}
+    for item in fields.split(",") if fields else ():
+        ours, _, theirs = (side.strip() for side in item.partition("="))
+        if not ours or not theirs or ours in columns:
+            raise UserError(f"--fields {item}: write question=problem,answer=solution: our name of "
+                            "a column, and its name in the data")
+        columns[ours] = theirs
+    return columns
+
+
+def pin_revisions(config):
+    """Write the revision of every data set of the hub into a config, which a resumed run compares.
+
+    So config.yaml repeats a run with the same rows, whatever its authors change afterwards.
+    """
+    for name in LISTS:
+        texts = []
+        for source, weight in data_sources(vars(config).get(name)):
+            text = pinned(source) if source.startswith("hub:") else source
+            texts.append(text if weight is None else f"{text}={weight:g}")
+        if texts:
+            setattr(config, name, ",".join(texts))

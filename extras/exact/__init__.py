@@ -1,0 +1,1 @@
+"""A run that continues bit for bit, whatever ended it."""

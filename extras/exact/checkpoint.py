@@ -1,0 +1,265 @@
+"""Checkpoints that are whole or absent: checkpoints/step_NNNNNN in an output folder.
+
+A checkpoint is written beside its place, flushed to the disk, and renamed, so that whatever kills
+the process, what stands in its place is whole. state.json is written last. It holds the size and
+the sha256 of all other files, those of the files that the run began with, and a checksum of itself.
+"""
+import hashlib
+import os
+import re
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from core.data import data_sources, read_json, reading
+from core.errors import UserError
+from core.files import fingerprint, set_aside, sync, to_json, write_json
+
+DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
+MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
+NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
+CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
+TEMPORARY = ".tmp-step"  # the name of a checkpoint that is being written or removed
+KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
+# Attributes of a run, which a resumed run takes from state.json.
+RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
+
+
+def checkpoints(output_dir):
+    """Return the paths of all checkpoints/step_NNNNNN with a state.json, the newest last."""
+    files = Path(output_dir).glob("checkpoints/step_*/state.json")
+    paths = [file.parent for file in files if file.parent.name[5:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.name[5:]))
+
+
+def newest_checkpoint(output_dir):
+    """Return the path of the checkpoint with the highest step, or None."""
+    return next(reversed(checkpoints(output_dir)), None)
+
+
+# ---------------------------------------------------------------------------- writing and reading
+def write_checkpoint(path, training, state):
+    """Write a checkpoint whole or not at all. What stands in its place is renamed.
+
+    Args:
+        path: checkpoints/step_NNNNNN.
+        training: the `TrainingState`, whose weights, tokenizer and optimizer are saved.
+        state: what state.json holds beside the fingerprints of these files.
+    """
+    from safetensors.torch import save_file
+    temporary = path.with_name(TEMPORARY)
+    # A run that was killed while it wrote has left this folder.
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        training.save_weights(temporary)
+        training.tokenizer.save_pretrained(temporary)
+        save_file(optimizer_tensors(training.optimizer), temporary / "optimizer.safetensors")
+        _seal(temporary, state)
+        if path.exists():
+            set_aside(path)
+        temporary.rename(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _seal(folder, state):
+    """Write state.json into a folder of files and flush everything to the disk."""
+    files, mode = {}, folder.stat().st_mode & 0o666
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            # safetensors creates files that only their owner may read. Not every disk has modes.
+            with suppress(PermissionError):
+                file.chmod(mode)
+            files[file.relative_to(folder).as_posix()] = fingerprint(file)
+    state = {**state, "files": files}
+    write_json(folder / "state.json", {**state, "checksum": _checksum(state)})
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def _checksum(state):
+    return hashlib.sha256(to_json(state).encode()).hexdigest()
+
+
+def _own_state(checkpoint):
+    """Return the content of state.json, or raise UserError if no run of ours wrote it."""
+    path = Path(checkpoint) / "state.json"
+    state = read_json(path)
+    if state.pop("checksum", None) != _checksum(state):
+        raise UserError(f"{path}: damaged (its checksum differs), or of another program or a much "
+                        "older version; renamed, the weights are loaded without any check")
+    return state
+
+
+def read_state(checkpoint):
+    """Return the content of state.json after verifying it and every file of the checkpoint.
+
+    Raises UserError, which names the file that is damaged or missing.
+    """
+    state = _own_state(checkpoint)
+    for name, expected in state["files"].items():
+        file = Path(checkpoint) / name
+        with reading(file):
+            if fingerprint(file) != expected:
+                raise ValueError("damaged (size or sha256 differs from state.json)")
+    return state
+
+
+def prune(output_dir):
+    """Remove the run's old checkpoints. The last two and the one with the best score stay."""
+    scores = {}
+    for path in checkpoints(output_dir):
+        # What no run of ours wrote is not removed.
+        with suppress(UserError):
+            scores[path] = _own_state(path)["score"]
+    evaluated = [path for path in scores if scores[path] is not None]
+    best = max(evaluated, key=scores.get, default=None)
+    for path in list(scores)[:1 - KEPT]:
+        if path != best:
+            # Where this is killed or a file is in use, the next save removes what is left.
+            shutil.rmtree(path.rename(path.with_name(TEMPORARY)), ignore_errors=True)
+
+
+def check_room(output_dir, optimizer):
+    """Raise UserError if the disk has no room for the checkpoints of a run.
+
+    One holds the weights that train, and in float32 the two moments of AdamW.
+    """
+    sizes = [p.numel() * (p.element_size() + 8) for p in trained_parameters(optimizer)]
+    count = KEPT + 1 - min(KEPT, len(checkpoints(output_dir)))
+    needed, free = count * sum(sizes), shutil.disk_usage(output_dir).free
+    if needed > free:
+        raise UserError(f"{output_dir}: {needed / 2**20:,.0f} MiB are needed for {count} "
+                        f"checkpoints, and {free / 2**20:,.0f} MiB are free on this disk; make "
+                        "room, or give another --output_dir")
+
+
+# -------------------------------------------------------------------------- what a run is made of
+def ingredients(config, sources, data, program, base):
+    """Return {label: path} of the files that a run depends on.
+
+    The labels of models and source files say what a file is, and not where: folders may be moved.
+
+    Args:
+        config: its model_path and DATA_FLAGS are read.
+        sources: the paths of the files that define its environment.
+        data: the paths of the files that the environment reads.
+        program: the path of the algorithm's file; what was imported from its folder counts, too.
+        base: the folder of the tiny model that was made for the run, which may not exist.
+    """
+    paths = _files_in(base, "base") | {path: path for path in data}
+    if config.model_path != "tiny":
+        paths |= _model_files(config.model_path)
+    for name in DATA_FLAGS:
+        paths |= {path: path for path, _ in data_sources(getattr(config, name, None))}
+    for path in sources:
+        place = os.path.relpath(path, os.path.dirname(sources[0]))
+        paths[f"environment {os.path.basename(path) if place.startswith('..') else place}"] = path
+    folder = os.path.dirname(os.path.abspath(program))
+    for module in list(sys.modules.values()):
+        path = os.path.abspath(getattr(module, "__file__", None) or "")
+        if os.path.dirname(path) == folder:
+            paths[f"program {os.path.basename(path)}"] = path
+    return {label: path for label, path in paths.items() if os.path.isfile(path)}
+
+
+def fingerprints(paths):
+    """Return {label: fingerprint} of {label: path}."""
+    return {label: fingerprint(path) for label, path in paths.items()}
+
+
+def check_base(checkpoint, base):
+    """Raise UserError if the base model of a checkpoint's adapter has been replaced.
+
+    Args:
+        checkpoint: the folder of an adapter. Only our checkpoints say what it was trained on.
+        base: the folder or hub id of its base model, as it is now.
+    """
+    paths = _model_files(base)
+    is_ours = Path(checkpoint, "state.json").exists()
+    recorded = _own_state(checkpoint)["made_of"] if is_ours else {}
+    for label in recorded:
+        is_weights = label.startswith("base/") and label.endswith(("/config.json", ".safetensors"))
+        # Of a hub model only some files may be on this machine.
+        if is_weights and (label in paths or os.path.isdir(base)):
+            path = paths.get(label, label)
+            if not os.path.exists(path) or fingerprint(path) != recorded[label]:
+                raise UserError(f"{path}: is not the base model that the adapter {checkpoint} was "
+                                "trained on; put that back")
+
+
+def _model_files(model):
+    """Return {label: path} of a model's files, and of those of an adapter and its base model."""
+    if not os.path.isdir(model):
+        from huggingface_hub import try_to_load_from_cache
+        files = {}
+        with suppress(ValueError):  # not the form of a hub id
+            for name in CACHED_FILES:
+                path = try_to_load_from_cache(model, name)
+                if isinstance(path, str):
+                    files[f"base/{name}"] = Path(path)
+        return files
+    folder = newest_checkpoint(model) or Path(model)
+    if not (folder / "adapter_config.json").exists():
+        return _files_in(folder, "base")
+    return _files_in(folder, "adapter") | _model_files(base_of(folder))
+
+
+def base_of(adapter):
+    """Return the folder or hub id of an adapter's base model, or raise UserError if none is found.
+
+    A base/ in its own or its run's folder comes first: the recorded place may now hold another.
+    """
+    folder = Path(adapter).resolve()
+    runs = folder.parents[1:2] if folder.parent.name == "checkpoints" else ()
+    for place in (folder, *runs):
+        if (place / "base").is_dir():
+            return str(place / "base")
+    path = folder / "adapter_config.json"
+    base = str(read_json(path).get("base_model_name_or_path") or "")
+    if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
+        raise UserError(f"{path}: base_model_name_or_path {base}: no such folder; write the base "
+                        "model's folder or hub id there")
+    return base
+
+
+def _files_in(folder, kind):
+    """Return {"KIND/name": path} of a model folder's files."""
+    return {f"{kind}/{path.name}": path for path in sorted(Path(folder).glob("*"))
+            if path.name.endswith(MODEL_FILES) and path.name not in NOT_THE_MODEL}
+
+
+# -------------------------------------------------------------------------------------- optimizer
+def trained_parameters(optimizer):
+    """Return the parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_tensors(optimizer):
+    """Return the optimizer's state as {"number of the parameter|key": CPU tensor}.
+
+    A plain number becomes a 0-dim tensor. The learning rate, a function of the step, is left out.
+    """
+    import torch
+    tensors = {}
+    for number, p in enumerate(trained_parameters(optimizer)):
+        # Not state_dict(): the 8-bit optimizers of bitsandbytes nest dicts in theirs.
+        for key, value in optimizer.state.get(p, {}).items():
+            tensor = torch.as_tensor(value).detach().cpu().contiguous()
+            # Parameters may share the tensor of their step, and safetensors refuses shared ones.
+            tensors[f"{number}|{key}"] = tensor if tensor.ndim else tensor.clone()
+    return tensors
+
+
+def load_optimizer(optimizer, path):
+    """Give the optimizer the state that a file holds. Raises UserError."""
+    from safetensors.torch import load_file
+    states = {}
+    with reading(path):
+        for name, value in load_file(path).items():
+            number, _, key = name.partition("|")
+            states.setdefault(int(number), {})[key] = value
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})

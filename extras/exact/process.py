@@ -1,0 +1,102 @@
+"""This process: the signals that end it, and its memory."""
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from core.errors import Stop
+
+# SIGINT is Ctrl-C, SIGHUP a closed terminal.
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTICE = b"\nstopping where nothing is lost; a second signal stops at once\n"
+
+
+class Signals:
+    """While this is open, in the main thread, the first signal ends the run where nothing is lost.
+
+    Inside the training loop that is before the step's first update or at the end of the step, and
+    outside of it at once. A second signal ends the process at once.
+
+    Attributes:
+        active: the one that is open, or None.
+        signum: the number of the signal that came, or None.
+        run: the first run that has begun inside. Its command continues all.
+        looping: the run whose steps are taken now: `run`, or one inside it and a part of it.
+    """
+
+    active = signum = run = looping = None
+
+    def __enter__(self):
+        Signals.active = self
+        self.previous = {}
+        if threading.current_thread() is threading.main_thread():
+            for signum in HANDLED:
+                # Under nohup SIGHUP is ignored, and so it stays.
+                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                    self.previous[signum] = signal.signal(signum, self.handle)
+        return self
+
+    def __exit__(self, *_):
+        Signals.active = None
+        for signum, handler in self.previous.items():
+            signal.signal(signum, handler)
+
+    def handle(self, signum, _):
+        if self.signum:
+            os._exit(128 + signum)
+        self.signum = signum
+        if not self.looping:
+            raise self.stop()
+        with suppress(OSError):
+            # print() may not be called again while it is interrupted, os.write() may.
+            os.write(2, NOTICE)
+
+    @property
+    def name(self):
+        """The name of the signal that came."""
+        return signal.Signals(self.signum).name
+
+    def stop(self):
+        """Return the Stop that ends the process."""
+        how = ""
+        if self.run:
+            inside = self.looping or self.run
+            where = "" if inside is self.run else f" in {inside.folder}"
+            how = f" after step {inside.step}{where}; continue with: {self.run.command}"
+        return Stop(f"stopped by {self.name}{how}", 128 + self.signum)
+
+
+# ------------------------------------------------------------------------------------------- memory
+def give_back_memory():
+    """Return freed memory to the system.
+
+    glibc would keep it, and the peaks of rollout and update would add up.
+    """
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def is_out_of_memory(error):
+    """True if memory was too small: Python's, NumPy's, a file's, or the allocators of torch."""
+    words = "can't allocate memory", "CUDA error: out of memory", "Cannot allocate memory"
+    return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            or any(phrase in str(error) for phrase in words))
+
+
+def peak_memory_mb():
+    """Return the peak in MiB: what torch allocated on the GPU, else the resident set."""
+    torch, status = sys.modules.get("torch"), Path("/proc/self/status")
+    if torch and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**20
+    if status.exists():
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        if peak:
+            return int(peak[1]) / 2**10
+    # ru_maxrss comes second because it starts from the peak of the process that forked this one.
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -1,0 +1,236 @@
+"""Attention while decoding, over the KV cache, and while training, over whole sequences."""
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch.nn import functional as F
+
+from extras.exact.process import give_back_memory
+
+TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
+MOST_SCORES = 2**28  # attention scores at once of a pass over prompts
+LONG_PROMPT = 512  # tokens; below, two products are as fast on a CPU
+SCORES = 2**20  # bytes of attention scores at once in the training pass: a CPU's cache holds them
+MAX_SCORES = 2**25  # bytes of one row's; with more the stock kernel does it, which keeps none
+
+
+def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None):
+    """Attention as two matrix products, without repeating a key for the query heads that share it.
+
+    The query (B, H, T, D) heads of one KV head are stacked as its query rows. key and value are
+    (B, H_kv, S, D). bias is added to the scores (B, H_kv, H / H_kv, T, S), which `softcap` bounds
+    before. sinks (H,) are scores of a further key whose value is 0. Returns (B, T, H, D).
+    """
+    B, H, T, D = query.shape
+    kv_heads, S = key.shape[1:3]
+    if T > 1 and B * H * T * S > MOST_SCORES:
+        halves = zip(query.chunk(2, 2), bias.chunk(2, -2))
+        halves = [grouped_attention(q, key, value, b, scaling, softcap, sinks) for q, b in halves]
+        return torch.cat(halves, 1)
+    query = (query * scaling).reshape(B, kv_heads, -1, D)
+    scores = query @ key.transpose(2, 3)  # (B, H_kv, H / H_kv * T, S)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = scores.view(B, kv_heads, -1, T, S).add_(bias)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, -1, 1, 1).expand(B, -1, -1, T, 1)
+        weights = torch.cat([weights, sinks], -1)
+    weights = weights.softmax(-1)[..., :S]
+    out = weights.reshape(scores.shape) @ value
+    return out.reshape(B, H, T, -1).transpose(1, 2).contiguous()
+
+
+def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None,
+                  row_cache=None, softcap=None, s_aux=None, **_):
+    """The engine's attention: the rows of a `RowCache`, each of its own length.
+
+    The signature is that of transformers' attention functions, with query (R, H, C, D) and all of
+    the rows' keys and values (R, H_kv, S, D). Returns (R, C, H, D) and None.
+    """
+    R, H, C, D = query.shape
+    plain = softcap is None and s_aux is None
+    # Of many first tokens, which see only each other, the causal kernel keeps no scores.
+    causal = plain and LONG_PROMPT < C <= (sliding_window or C) and row_cache.begins
+    if causal:
+        key, value, bias = key[:, :, :C], value[:, :, :C], None
+    else:
+        bias = row_cache.bias(sliding_window, query.dtype)  # (R, 1, C, S)
+    if not plain or not (causal or row_cache.sdpa):
+        bias = bias[:, :, None]
+        return grouped_attention(query, key, value, bias, scaling, softcap, s_aux), None
+    groups = H // key.shape[1]
+    # The heads of one key are stacked as its query rows, or it is repeated for those of a prompt.
+    if C > 1:
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
+        groups = 1
+    stacked = query.reshape(R, H // groups, groups * C, D)
+    out = F.scaled_dot_product_attention(
+        stacked, key, value, bias, is_causal=causal, scale=scaling)
+    return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
+
+
+def causal_attention(module, query, key, value, attention_mask, scaling=None, shared_prefix=None,
+                     **kwargs):
+    """The attention of every model that `load_model` opens, in the signature of transformers.
+
+    It is the stock kernel except in two cases.
+
+    shared_prefix (P, B): the batch is one packed row [prefix, row 1 ... row B] of
+    `logprobs.hidden_states`. Each row sees the prefix and itself.
+
+    On a CPU with gradients it is `causal_products`, which takes an eighth to a half of the time of
+    the stock kernel, whose backward pass is slow there when query heads share keys. In 16 bits it
+    is so without gradients too: a layer that runs again, and a policy that is scored, round as in
+    the update. In float32 these logits equal the stock model's to the bit. The stock kernel still
+    does what has a mask or a bias, and rows of which one alone has more than 32 MiB of scores.
+    """
+    # A layer that has chosen the keys hands its choice over, which no kernel here heeds.
+    if any(kwargs.get(name) is not None for name in ("indices", "block_indices")):
+        raise NotImplementedError("it chooses the keys that a token sees (sparse attention)")
+    H, T = query.shape[1:3]
+    visible = key.shape[2]  # keys of a row's last query
+    if shared_prefix:
+        attention_mask = None
+        P, B = shared_prefix
+        W = (T - P) // B
+        T, visible = max(P, W), P + W
+    stock = attention_mask is not None or kwargs.get("position_bias") is not None
+    row_bytes = H * T * visible * query.element_size()  # of the scores of one row
+    trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
+    takes_products = trains_on_cpu or query.is_cpu and query.element_size() == 2
+    if takes_products and row_bytes <= MAX_SCORES and not stock:
+        attend = partial(causal_products, scaling)
+    else:
+        attend = partial(stock_attention, module, attention_mask, scaling=scaling, **kwargs)
+    if shared_prefix:
+        attend = partial(packed_attention, attend, P, B)
+    # What layers free between tensors that they keep is a hole in glibc's heap: a fifth of
+    # SmolLM2's peak. To look for holes takes 2 ms, and to fetch the pages again a quarter of the
+    # tiny model's step: too long for every layer, or before the first, where none is kept yet.
+    # It is done here because a hook of the layer would keep the fused decoder from being used.
+    layer = getattr(module, "layer_idx", None)
+    if trains_on_cpu and layer is not None and layer % TRIM_LAYERS == TRIM_LAYERS // 2:
+        give_back_memory()
+    return attend(query, key, value), None  # (B, T, H, D)
+
+
+def packed_attention(attend, P, B, query, key, value):
+    """Attend within one packed row [prefix, row 1 ... row B] (1, H or H_kv, P + B * W, D).
+
+    Returns (1, P + B * W, H, D).
+    """
+    prefix, rows = zip(*(x.split([P, x.shape[2] - P], 2) for x in (query, key, value)))
+    first = attend(*prefix)  # (1, P, H, D)
+    tail = attend(*(unpack(x, B) for x in rows), *prefix[1:])  # (B, W, H, D)
+    return torch.cat([first, tail.flatten(0, 1)[None]], 1)
+
+
+def unpack(x, B):
+    """Return (B, H, W, D) of the rows that lie one behind the other in x (1, H, B * W, D)."""
+    return x[0].unflatten(1, (B, -1)).transpose(0, 1)
+
+
+def after(prefix, x):
+    """Return the rows x (B, H, T, D), each with the prefix (1, H, P, D) in front."""
+    return torch.cat([prefix.expand(len(x), -1, -1, -1), x], 2)
+
+
+def causal_products(scaling, query, key, value, *prefix):
+    """Causal attention as matrix products, which computes its scores again in the backward pass.
+
+    query (B, H, T, D), key (B, H_kv, T, D), value (B, H_kv, T, E). A prefix that all rows see is
+    given as its key (1, H_kv, P, D) and value (1, H_kv, P, E). Returns (B, T, H, E).
+    """
+    nothing = (x[:1, :, :0].detach() for x in (key, value))
+    return _CausalProducts.apply(scaling, query, key, value, *(prefix or nothing))
+
+
+class _CausalProducts(torch.autograd.Function):
+    """O = W V with W = softmax(scaling Q K^T + bias), whose bias hides later tokens.
+
+    With the gradient G of O the other gradients are
+
+        dV = W^T G      dS = W * (G V^T - rowsum(W * G V^T))      dQ = scaling dS K
+                                                                  dK = scaling dS^T Q
+    """
+
+    @staticmethod
+    def forward(ctx, scaling, *inputs):
+        ctx.scaling = scaling
+        ctx.save_for_backward(*inputs)
+        query, _, value = inputs[:3]
+        B, H, T, _ = query.shape
+        out = query.new_empty(B, T, H, value.shape[3])
+        for rows, _, _, v, weights in _weights(scaling, *inputs):
+            out[rows] = (weights @ v).unflatten(2, (-1, T)).flatten(1, 2).transpose(1, 2)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = ctx.saved_tensors
+        query, key, _, prefix, _ = inputs
+        P, T = prefix.shape[2], key.shape[2]
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = [], []
+        for rows, q, k, v, weights in _weights(ctx.scaling, *inputs):
+            g = grad[rows].transpose(1, 2).reshape(*q.shape[:3], -1)
+            grad_value.append(weights.mT @ g)
+            slope = torch.ops.aten._softmax_backward_data(g @ v.mT, weights, -1, weights.dtype)
+            grad_query[rows] = (slope @ k).mul_(ctx.scaling).view_as(query[rows])
+            grad_key.append(slope.mT @ q)
+        (prefix_key, key), (prefix_value, value) = (
+            torch.cat(grads)[:, :, :P + T].split([P, T], 2) for grads in (grad_key, grad_value))
+        return (None, grad_query, key, value,
+                prefix_key.sum(0, keepdim=True), prefix_value.sum(0, keepdim=True))
+
+
+def _weights(scaling, query, key, value, prefix_key, prefix_value):
+    """Yield, for a few rows at a time, their slice, scaling Q, K, V and W.
+
+    The heads of Q that share a key are stacked: (b, H_kv, H / H_kv * T, D). K (b, H_kv, S, D) and
+    V (b, H_kv, S, E) have the prefix in front.
+    """
+    B, H, T, D = query.shape
+    P = prefix_key.shape[2]
+    # Bfloat16's softmax takes twice as long where rows are no multiple of 32.
+    spare = -(P + T) % 32 if query.element_size() == 2 else 0
+    bias = query.new_full((T, P + T + spare), -torch.inf).triu_(1 + P)
+    at_once = max(1, SCORES // (H * bias.nbytes))
+    for start in range(0, B, at_once):
+        rows = slice(start, start + at_once)
+        k = F.pad(after(prefix_key, key[rows]), (0, 0, 0, spare))
+        v = F.pad(after(prefix_value, value[rows]), (0, 0, 0, spare))
+        q = query[rows].reshape(len(k), k.shape[1], -1, D) * scaling
+        scores = q @ k.mT
+        scores.unflatten(2, (-1, T)).add_(bias)
+        yield rows, q, k, v, scores.softmax(-1)
+
+
+def stock_attention(module, mask, query, key, value, *prefix, **kwargs):
+    """The same as `causal_products` by transformers' kernel, with a mask if there is one."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    if prefix:
+        key, value = map(after, prefix, (key, value))
+    T, S = query.shape[2], key.shape[2]
+    if mask is None and S > T:
+        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
+    groups = query.shape[1] // key.shape[1]
+    if mask is None and groups > 1 and not shares_keys(query):
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
+        # A module that does not say how many query heads share a key: transformers repeats none.
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+
+
+def shares_keys(query) -> bool:
+    """True if a fused kernel of torch lets query heads share keys where there is no mask.
+
+    On a GPU that is flash attention alone: 16 bits, compute capability 8 (torch 2.6 to 2.13). In
+    its place torch would take the math kernel, which keeps (B, H, T, T) weights in float32.
+    """
+    if query.is_cpu:
+        return True
+    before_ampere = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return query.dtype != torch.float32 and not before_ampere

@@ -1,0 +1,1 @@
+"""What is traded for memory: --memory."""

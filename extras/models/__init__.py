@@ -1,0 +1,1 @@
+"""Families of models beyond keys and values, and the probe at load."""

@@ -1,0 +1,175 @@
+"""The probe at load: a few tokens through three forward passes, which must agree.
+
+    stock       transformers' own forward, with its own attention and masks
+    training    `token_logprobs`, as an update runs it
+    engine      a prompt, a tool result and decode steps over the KV cache
+
+Where they differ, a model would be trained on other probabilities than it was sampled at. What
+transformers adds or changes goes through here as well; no list of architectures is needed.
+"""
+import time
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from core.errors import UserError, first_line
+from core.adapter_files import check_finite
+from core.engine import Engine, Row
+from core.logprobs import token_logprobs
+from extras.memory.techniques import facts, techniques_of
+from lora import adapters, settings
+
+TOKENS = 17  # of each of the probe's two rows
+SHARED = 4  # tokens with which both rows begin, enough for `shared_prefix`
+PROMPT = 5  # tokens of the engine's first prompt; the second one has one more
+RESULT = 7  # tokens before the one that the engine reads in place of sampling it
+WINDOW = 3  # tokens that a sliding window sees during the probe
+# What rounding may change, of the standard deviation of the log-probabilities. Where it sends a
+# token to another expert it changes more, so the limit is for the median of a row.
+TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+def probe(model, source: str):
+    """Compare the forward passes of a model that `load_model` has read from `source`.
+
+    The model's `Facts` get what it finds. Raises UserError if the weights are damaged, if training
+    differs, or if an adapter that was named or given is never used; others are taken away.
+    """
+    began = time.monotonic()
+    known = facts(model)
+    name = f"{source}: {type(model).__name__}"
+    ids = torch.arange(2 * TOKENS, device=model.device).view(2, TOKENS) * 7 % 61 + 7
+    ids[:, :SHARED] = ids[0, :SHARED]
+    mask = torch.ones_like(ids)
+    mask[:, :SHARED] = 0
+
+    def train():
+        return token_logprobs(model, ids, mask)[0][:, SHARED:]
+
+    with narrow_windows(model):
+        logits = stock_logits(model, ids, name)  # (2, TOKENS - 1, V)
+        drop_adapters(model, ids, name)
+        # Streamed layers take turns in two buffers: what lies there may be another layer's.
+        if not techniques_of(model).stream_layers:
+            check_finite(source, dict(model.named_parameters()))
+        if not logits.isfinite().all():
+            raise UserError(f"{name}: its weights give logits that are not finite; "
+                            "the file is damaged, or needs --dtype float32")
+        stock = logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        # Some models return float32 logits whatever computed them.
+        dtype = model.get_output_embeddings().weight.dtype
+        compare = partial(disagreement, TOLERANCE[dtype] * stock.std())
+        if problem := compare(stock[:, SHARED - 1:], train):
+            raise UserError(f"{name}: the training forward {problem}")
+        if problem := compare(stock[:, RESULT:], partial(engine_logprobs, model, ids)):
+            known.refuses_engine = f"{name}: the engine cannot decode it: it {problem}"
+    known.shares_prefix = False
+    apart = train()
+    known.shares_prefix = True
+    # A state would pass on to the next row, a convolution's to fewer tokens than a median shows.
+    known.shares_prefix = not (known.state_bytes or compare(apart, train))
+    print(f"{name}: training and decoding checked in {time.monotonic() - began:.1f} s")
+
+
+def disagreement(limit, stock, run) -> str:
+    """Say what is wrong with the log-probabilities that run() returns: "" within the limit."""
+    try:
+        logprobs = run().detach()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"fails: {first_line(error)}"
+    error = (logprobs - stock).abs().median(dim=1).values.max()
+    return "" if error <= limit else f"differs from transformers' by {error:.2g} nats a token"
+
+
+@torch.no_grad()
+def stock_logits(model, ids, name: str):
+    """Return the logits (B, T - 1, V) of ids (B, T) by transformers' own forward."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = "sdpa" if before == "causal_attention" else before
+    try:
+        return model(input_ids=ids, use_cache=False).logits[:, :-1]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{name}: cannot run on text alone: {first_line(error)}") from None
+    finally:
+        config._attn_implementation = before
+
+
+@torch.no_grad()
+def drop_adapters(model, ids, name: str):
+    """Take the adapters away of Linears whose weights an update on ids (B, T) reads itself.
+
+    Kernels that fuse several steps do, so that an adapter beside such a Linear has no part in the
+    output. Raises UserError if they were named as targets, or belong to an adapter that was given.
+    """
+    inside, read_past = set(), set()
+
+    def enter(module, *_):
+        inside.add(module)
+
+    def leave(module, *_):
+        inside.discard(module)
+
+    def read(linear, attribute):
+        if attribute == "weight" and linear not in inside:
+            read_past.add(linear)
+        return nn.Module.__getattr__(linear, attribute)
+
+    reading = mock.patch.object(nn.Linear, "__getattr__", read, create=True)
+    # Some kernels are for training alone.
+    model.train()
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave), reading:
+        stock_logits(model, ids, name)
+    model.eval()
+    linears = adapters(model)
+    # The last two parts of a name are enough for --lora_target_modules.
+    end_of = {path: ".".join(path.split(".")[-2:]) for path in linears}
+    dropped = {end_of[path] for path, linear in linears.items() if linear in read_past}
+    if not dropped:
+        return
+    kept = sorted(set(end_of.values()) - dropped)
+    passed = f"{name}: its forward passes by the adapters of {', '.join(sorted(dropped))}"
+    if not settings(model).fresh:
+        raise UserError(f"{passed}; merge the adapter first (python lora.py merge)")
+    if not settings(model).all_linear:
+        raise UserError(f"{passed}; give --lora_target_modules {','.join(kept)}")
+    print(f"note: {passed}: they are left out")
+    for path, linear in linears.items():
+        if end_of[path] in dropped:
+            del linear.lora, linear.forward
+    settings(model).peft["target_modules"] = kept
+
+
+def engine_logprobs(model, ids):
+    """Return the engine's log-probabilities (2, TOKENS - RESULT - 1) of the ids after RESULT."""
+    engine = Engine(model, slots=2, fused=False)
+    rows = [Row(row[:n], limit=RESULT - n, forced=row[n:])
+            for n, row in enumerate(ids.tolist(), PROMPT)]
+    engine.add(rows)
+    while engine.busy:
+        for row in engine.step():
+            # After the first turn the id at RESULT comes as a tool result.
+            if row.forced:
+                engine.extend(row, [row.forced.pop(0)], TOKENS - RESULT - 1)
+    facts(model).token_bytes = sum(t[0, :, 0].nbytes for t in engine.cache.tensors.values())
+    facts(model).state_bytes = sum(t[0].nbytes for t in engine.cache.states.values())
+    return torch.tensor([row.logprobs for row in rows], device=ids.device)
+
+
+@contextmanager
+def narrow_windows(model):
+    """Inside the block every sliding window is narrower than the probe's rows are long."""
+    with ExitStack() as stack:
+        for thing in (model.config, model.config.get_text_config(), *model.modules()):
+            for name, value in vars(thing).items():
+                is_window = name.endswith(("window", "window_size", "attention_chunk_size"))
+                if is_window and type(value) is int and value > WINDOW:
+                    stack.callback(vars(thing).update, {name: value})
+                    vars(thing)[name] = WINDOW
+        yield

@@ -1,0 +1,1 @@
+"""A model's Python, confined by the kernel."""

@@ -1,0 +1,245 @@
+"""What a run prints: plan, a line a step, notes, alarms, the held-out table, what to do next."""
+import math
+import os
+import re
+import shlex
+from statistics import fmean
+from types import SimpleNamespace
+
+from core.bars import duration
+from core.data import json_rows
+
+HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncated", "tool_errors",
+            "loss", "pairs/loss", "pairs/accuracy", "pairs/margin")
+COUNTS = {"episodes": "tasks", "demonstrations": "demonstrations", "pairs/count": "pairs"}
+SHARES = {"success": "episodes", "pairs/accuracy": "pairs/count"}  # they get an interval
+# Of a run, for the next one.
+KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "fields", "rewards", "dtype")
+# A flag, its value ("": any), and the flags on which no update then depends.
+IDLE = (
+    ("lora_r", "0", ("lora_alpha", "lora_dropout", "lora_target_modules")),
+    ("weighting", "linear", ("beta",)),
+    ("weighting", "filter", ("beta", "max_weight", "scale_rewards")),
+    ("trajectories", "", ("rewards", "group_size", "tasks_per_step", "num_tasks")),
+    ("dataset", "", ("pairs", "min_gap", "num_tasks")))
+STEP_NUMBERS = ("success", "reward", "entropy", "kl")
+WINDOW = 5  # lines of the log at the beginning and at the end that are compared
+WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
+           "structure", "groups_without_signal")
+
+
+def plan(config, steps):
+    """Return a line that says what the steps of a run are."""
+    if hasattr(config, "tasks_per_step") and not getattr(config, "trajectories", None):
+        size = (f"{config.tasks_per_step} tasks x {config.group_size} episodes of at most "
+                f"{config.max_tokens} tokens")
+    else:
+        size = (f"batch_size {config.batch_size} x gradient_accumulation_steps "
+                f"{config.gradient_accumulation_steps}")
+    return f"training: {steps} steps, each of {size}"
+
+
+def step_numbers(line, n, width=0):
+    """Return n numbers of a step's line to look at while it trains, as text."""
+    # The value of a policy's loss says nothing.
+    names = STEP_NUMBERS if "reward" in line else ("loss", "accuracy", "margin")
+    shown = [f"{name} {line[name]:<{width}.3g}" for name in names if name in line]
+    return "  ".join(shown[:n])
+
+
+def step_line(step, total, line, seconds, left):
+    """Return a step's line for a reader without a bar. Both durations are in seconds."""
+    return (f"step {step:{len(str(total))}}/{total}  {step_numbers(line, 4, width=6)}  "
+            f"{seconds:.1f} s, {duration(left)} left")
+
+
+def headline(metrics):
+    """Return the numbers of an evaluation that tell most, as text."""
+    # What was not finite is null in a file.
+    shown = [name for name in ("success", "reward", "loss", "pairs/loss")
+             if metrics.get(name) is not None]
+    return ", ".join(f"{name} {metrics[name]:.3f}" for name in shown)
+
+
+def wilson(k, n):
+    """Return the 95 % Wilson score interval of a share: k of n independent tasks solved."""
+    if not n:
+        return 0.0, 1.0
+    z = 1.959964
+    middle = (k + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * math.sqrt(k * (n - k) / n + z * z / 4)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def print_table(before, after, steps, seconds):
+    """Print the held-out metrics before and after training, a row each, shares with an interval."""
+    names = [name for name in HELD_OUT if name in after]
+    names += [name for name in after if name.startswith("success/")]  # of several environments
+    if not names:
+        return
+    width = max(16, *(len(name) + 1 for name in names))
+    counts = [f"{after[name]} {words}" for name, words in COUNTS.items() if after.get(name)]
+    interval = "   95 % interval" if SHARES.keys() & set(names) else ""
+    print(f"\nheld out: {', '.join(counts)}; trained: {steps} steps, {duration(seconds)}\n"
+          f"{'':{width}}{'before':>10}{'after':>10}{interval}")
+    for name in names:
+        old = f"{before[name]:.3f}" if name in before else "-"
+        interval = ""
+        if name in SHARES:
+            n = after[SHARES[name]]
+            low, high = wilson(after[name] * n, n)
+            interval = f"   {low:.3f} to {high:.3f}"
+        print(f"{name:{width}}{old:>10}{after[name]:10.3f}{interval}")
+
+
+def path_of(program):
+    """Return the path of one of our programs from the current folder."""
+    return os.path.relpath(os.path.join(__file__, "../../..", program))
+
+
+def next_command(program, config, *words):
+    """Return the command that continues from a run with `program`, with the flags it needs."""
+    words = ["python", path_of(program), "--model_path", config.output_dir, *words]
+    learns_from = [getattr(config, name, None) for name in ("dataset", "trajectories")]
+    for name in KEPT_FLAGS:
+        value = getattr(config, name, None)
+        # What is held out of other data is no file of tasks, nor are its columns theirs.
+        if name in ("eval_dataset", "fields") and set(learns_from) - {None, config.tasks}:
+            continue
+        # A list of rows is in the run's config.yaml.
+        if value not in (None, getattr(type(config), name, None)) and str(value)[:1] != "[":
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
+def idle_notes(config):
+    """Return notes on flags that were given and on which, beside the others, no update depends."""
+    notes, values = [], vars(config)
+    for name, value, others in IDLE:
+        actual = values.get(name)
+        given = [f"--{flag}" for flag in others
+                 if values.get(flag) != getattr(type(config), flag, None)]
+        if given and actual is not None and value in ("", str(actual)):
+            notes.append(f"note: with --{name} {actual} no update depends on {', '.join(given)}")
+    return notes
+
+
+def first_notes(metrics, config, model, has_expert, has_tools):
+    """Return notes on what the model was not made for: so many tokens, short turns, or tools.
+
+    `metrics` are those of the untrained policy's held-out episodes, {} if there are none.
+    """
+    notes = []
+    positions = getattr(model.config, "max_position_embeddings", None) or config.max_tokens
+    if config.max_tokens > positions:
+        notes.append(f"note: --max_tokens {config.max_tokens} is more than the {positions} tokens "
+                     "that the model was made for (max_position_embeddings)")
+    if metrics.get("truncated", 0) > 0.2:
+        notes.append(
+            f"note: {metrics['truncated']:.0%} of the held-out episodes are cut by a token limit: "
+            f"--max_new_tokens {config.max_new_tokens} (a turn), --max_tokens {config.max_tokens} "
+            "(an episode)")
+    if has_tools and min(metrics.get("actions", 1), metrics.get("structure", 1)) < 0.1:
+        advice = "SFT first: sft.py with the same --model_path and --env" if has_expert else (
+            "A model that knows tools is a better start, or an _expert() for sft.py to imitate "
+            "(envs/template.py has one)")
+        notes.append(
+            f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "
+            f"{metrics['structure']:.0%} of its turns can be read: RL has little to compare. "
+            f"{advice}")
+    return notes
+
+
+# ------------------------------------------------------------------------------------------- alarms
+class Alarms:
+    """Watch the lines of metrics.jsonl. Each kind of alarm is raised once.
+
+    Left out is advice that names a flag outside `flags`, or an expert where there is none.
+    """
+
+    def __init__(self, flags, has_expert):
+        self.flags, self.has_expert = set(flags), has_expert
+        self.lines = []
+        self.raised = set()
+
+    def add(self, metrics):
+        """Take in a step's metrics. Return the sentences of the alarms that it raises first."""
+        self.lines.append(metrics)
+        if len(self.lines) < WINDOW:
+            return []
+        raised = alarms(self.lines[:WINDOW], self.lines[-WINDOW:])
+        new = [self.sentence(*raised[kind]) for kind in raised if kind not in self.raised]
+        self.raised.update(raised)
+        return new
+
+    def sentence(self, observed, *advice):
+        """Return what was observed, and what of the advice can be followed here."""
+        kept = [words for words in advice if self.flags.issuperset(re.findall(r"--(\w+)", words))
+                and (self.has_expert or "sft.py" not in words)]
+        observed += f" (means of {WINDOW} steps)"
+        return f"{observed}; people {', or '.join(kept)}" if kept else observed
+
+    def read(self, path):
+        """Take in the lines of metrics.jsonl that a resumed run has written before."""
+        if path.exists():
+            for _, metrics in json_rows(path, is_log=True):
+                self.add(metrics)
+
+
+def alarms(early, late):
+    """Return {kind of alarm: (observed, *advice)} for a run's first and latest lines of metrics.
+
+    Learning changes these numbers, too. Where success has grown, or is above 0.9, some of them say
+    nothing. The mean of a number that is not there is NaN, which compares false: no alarm.
+    """
+    was, now = means(early), means(late)
+    better = now.success > was.success + 0.05
+    tasks = "take harder tasks" if now.success > 0.5 else "take easier tasks"
+    checks = [
+        ("entropy", now.entropy < 0.3 * was.entropy and not now.success > 0.9,
+         f"entropy fell from {was.entropy:.3g} to {now.entropy:.3g} nats a token, the policy "
+         "hardly explores", "lower --learning_rate", "raise --entropy_coef", "raise --kl_coef",
+         "raise --clip_eps_high (with --updates_per_step 2 or more)"),
+        ("noise", now.entropy > max(3 * was.entropy, 0.5),
+         f"entropy rose from {was.entropy:.3g} to {now.entropy:.3g} nats a token, sampling turns "
+         "to noise", "lower --learning_rate", "lower --entropy_coef", "raise --kl_coef"),
+        ("approx_kl", now.approx_kl > 0.1,
+         f"updates move the policy {now.approx_kl:.3g} nats a token away from where a step began",
+         "lower --learning_rate", "lower --updates_per_step"),
+        ("kl", now.kl > 0.5,
+         f"KL to the policy this run started from is {now.kl:.3g} nats a token",
+         "raise --kl_coef", "lower --learning_rate"),
+        ("length", now.sampled_tokens > 2 * was.sampled_tokens and not better,
+         f"episodes grew from {was.sampled_tokens:.0f} to {now.sampled_tokens:.0f} sampled tokens "
+         "and solve no more", "lower --max_new_tokens", "give length a cost",
+         "use --loss dr_grpo or dapo"),
+        ("length", now.sampled_tokens < 0.4 * was.sampled_tokens and not better,
+         f"episodes shrank from {was.sampled_tokens:.0f} to {now.sampled_tokens:.0f} sampled "
+         "tokens and solve no more", "read them in report.html: something short is rewarded, "
+         "or nothing is"),
+        ("truncated", now.truncated > 0.2,
+         f"{now.truncated:.0%} of episodes are cut by a token limit",
+         "raise --max_new_tokens (one turn)", "raise --max_tokens (the episode)"),
+        ("tools", now.actions < 0.3 * was.actions,
+         f"tool calls an episode fell from {was.actions:.2g} to {now.actions:.2g}",
+         "check that the reward cannot be had without tools", "lower --learning_rate"),
+        ("structure", now.structure < 0.1,
+         "hardly any turn of the model can be read", "teach it the format first "
+         "(python sft.py with the same --model_path and --env) and start from that folder"),
+        ("signal", now.groups_without_signal > 0.9,
+         f"in {now.groups_without_signal:.0%} of groups all advantages are 0 and teach nothing",
+         tasks, "raise --group_size", "set --success_rate_lb and --success_rate_ub")]
+    checks += [(name, share < 0.02 and getattr(was, name, 0) > 0.2,
+                f"{name} fell to {share:.2g}, and groups that all fail teach nothing",
+                "lower --learning_rate", "raise --kl_coef")
+               for name, share in vars(now).items() if name.startswith("success")]
+    return {kind: words for kind, is_raised, *words in checks if is_raised}
+
+
+def means(rows):
+    """Return the mean of each number over the rows that have it; of a watched one it may be NaN."""
+    out = SimpleNamespace()
+    for name in sorted(set(WATCHED).union(*rows)):
+        values = [row[name] for row in rows if isinstance(row.get(name), (int, float))]
+        setattr(out, name, fmean(values or [math.nan]))
+    return out
