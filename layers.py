@@ -3,13 +3,8 @@
 Delete the folder extras/, one folder in it, or a line below: core's own takes its place, with the
 same signature, and every program runs and learns without that layer.
 """
-from pathlib import Path
-
 from core.engine import make_engine
 from core.loading import load_model
 from core.run import Run
-
-if Path(__file__).with_name("extras").is_dir():  # PyPI has an "extras" too
-    from extras import Run, load_model, make_engine  # noqa: F811
 
 __all__ = ["Run", "load_model", "make_engine"]

@@ -1,14 +1,5 @@
-"""Optional layers over core/. Each name here is one of core's, with the same signature.
-
-Any folder can be deleted: what it gave is gone, and core's own takes its place.
-"""
+"""Optional layers over core/. Any folder can be deleted: core's own then takes its place."""
 from pathlib import Path
-
-from core.engine import make_engine
-from core.loading import load_model
-from core.run import Run
-
-__all__ = ["Run", "load_model", "make_engine"]
 
 
 def has(layer: str) -> bool:
