@@ -27,8 +27,8 @@ import sft  # noqa: E402
 from extras.show import report  # noqa: E402
 from core.tasks import load_tasks  # noqa: E402
 from core.program import main  # noqa: E402
-from core.loading import load_model  # noqa: E402
-from core.adapter_files import save_model
+from layers import load_model  # noqa: E402
+from core.model import save_model
 from core.tiny import make_tiny  # noqa: E402
 
 SECONDS = 20

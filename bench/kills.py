@@ -29,7 +29,8 @@ from tqdm import tqdm  # noqa: E402
 
 import grpo  # noqa: E402
 import sft  # noqa: E402
-from extras.exact.checkpoint import checkpoints, read_state  # noqa: E402
+from core.model import checkpoints  # noqa: E402
+from extras.exact.checkpoint import read_state
 from core.errors import UserError  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.budget import MIB, Workload, measure  # noqa: E402
 from core.command_line import parse  # noqa: E402
 from core.errors import UserError  # noqa: E402
-from core.loading import model_options  # noqa: E402
+from core.config import options_for  # noqa: E402
 from extras.memory.techniques import SETTINGS, techniques  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402
 
@@ -104,7 +104,7 @@ def print_settings(arguments: list[str]) -> dict:
         if kind == "cuda":
             work = work._replace(free=(free - CONTEXT) * MIB)
         try:
-            peaks = measure({"path": config.model_path, **model_options(config), "memory": memory}, work, kind)
+            peaks = measure({"path": config.model_path, **options_for(load_model, config), "memory": memory}, work, kind)
         except UserError as error:
             if memory == config.memory:
                 raise

@@ -21,7 +21,7 @@ from core.data import read_rows as rows_of
 from core.command_line import parse
 from core.errors import UserError
 from core.program import main
-from core.loading import load_model
+from layers import load_model
 
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}
 GOOD = {"messages": [ASK, ANSWER], "equation": "x + 1 = 2"}  # a conversation, and a task

@@ -15,7 +15,8 @@ import grpo
 import reward_weighted
 import sft
 from core.command_line import SYNONYMS, parse
-from core.config import MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag, options
+from layers import LayerFlags
+from core.config import ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag, options
 from core.run import Run
 from core.errors import UserError
 from extras.serve import chat
@@ -203,7 +204,7 @@ def rate(config):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Toy(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+class Toy(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "toy"
     loss: str = flag("toy", "the objective")
     lora_r: int = 0

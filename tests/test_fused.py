@@ -6,7 +6,7 @@ from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedu
 import lora
 from extras.memory import checkpointing
 from extras.fast import fused
-from core.loading import load_model
+from layers import load_model
 from core.engine import Engine, Row
 from core.logprobs import token_logprobs
 

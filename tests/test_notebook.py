@@ -18,7 +18,7 @@ from core.tasks import load_tasks
 from core.config import convert, options
 from core.errors import UserError
 from core.run import Run
-from core.loading import load_model
+from layers import load_model
 
 ROOT = Path(__file__).parent.parent
 CELL = '''

@@ -19,7 +19,7 @@ import sft
 from core.tasks import train_and_held_out
 from core import bars
 from extras.show import notes
-from extras.exact.checkpoint import checkpoints
+from core.model import checkpoints
 from core.config import options
 from core.errors import Stop
 from extras.exact.process import Signals

@@ -20,7 +20,7 @@ from extras.data.demonstrations import read_trajectories
 from core.config import options
 from core.errors import UserError
 from core.batches import turn_index
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 
 @pytest.fixture(scope="module")

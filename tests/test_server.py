@@ -35,8 +35,8 @@ import sft  # noqa: E402
 from envs import Limits, load  # noqa: E402
 from core.errors import UserError  # noqa: E402
 from core.seeds import mix  # noqa: E402
-from core.loading import load_model  # noqa: E402
-from core.adapter_files import save_model
+from layers import load_model  # noqa: E402
+from core.model import save_model
 from extras.fast import static_engine
 from core.chat import Chat  # noqa: E402
 from core.engine import Engine, Row  # noqa: E402

@@ -28,7 +28,8 @@ from core import run
 from extras.exact import checkpoint
 from core import run as experiment_run
 from extras.show.notes import Alarms, alarms
-from extras.exact.checkpoint import checkpoints, newest_checkpoint
+from core.model import checkpoints
+from extras.exact.checkpoint import newest_checkpoint
 from core.config import options
 from core.run import Run
 from core.errors import Stop

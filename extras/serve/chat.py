@@ -25,8 +25,9 @@ from core.errors import Stop, UserError, printable
 from extras.exact.output_folder import algorithm_of
 from core.chat import Chat
 from core.engine import Row, make_engine
-from core.loading import DTYPES, load_model
-from lora import merged
+from core.model import DTYPES
+from layers import load_model
+from lora import merged_to_decode
 from extras.show.report import config_of
 from extras.show.traces import Traces, play_tasks
 
@@ -191,7 +192,7 @@ def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     [(name, chat)] = chats.items()
     limits = envs.limits_of(config)
     introduce(name, classes[name], chat)
-    with Watch(limits.tool_timeout) as watch, merged(model):
+    with Watch(limits.tool_timeout) as watch, merged_to_decode(model):
         engine = engine_for(config, model, chat)
         for number in count():
             session = Session(watch, name, classes[name], tasks[number % len(tasks)])
@@ -275,7 +276,7 @@ def chat_with_model(config: Config, model, tokenizer):
         raise UserError(str(error)) from error
     print("A plain chat without an environment. The conversation is remembered, and an\n"
           "empty line begins a new one. Ctrl-D ends.")
-    with merged(model):
+    with merged_to_decode(model):
         engine = engine_for(config, model, chat)
         for number in count():
             if not hold_conversation(config, chat, engine, mix(config.seed, number)):

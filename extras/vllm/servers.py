@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 from extras.background import in_thread
 from core.bars import say
 from core.errors import UserError, first_line
-from core.adapter_files import save_model
+from core.model import save_model
 from extras.vllm.proof import prove
-from lora import settings
+from core.model import settings
 
 REQUESTS = 128  # of each server, at once, by all ranks together
 TRIES = 8  # of a request; the pauses between them add up to half a minute
