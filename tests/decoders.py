@@ -3,7 +3,7 @@ from contextlib import suppress
 
 import torch
 
-from core.errors import UserError
+from core.config import UserError
 from core.loading import _use_causal_attention as use_causal_attention
 from extras.memory.techniques import facts
 from extras.models.probe import probe

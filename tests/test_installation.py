@@ -53,7 +53,7 @@ def test_a_program_and_an_import_end_in_that_line_before_what_windows_lacks(tmp_
     for module in ("torch", "fcntl"):
         # Neither is needed for the line.
         (tmp_path / f"{module}.py").write_text("")
-    for words in (["-m", "core.program"], ["-c", "import envs"]):
+    for words in (["-m", "core.config"], ["-c", "import envs"]):
         code, out, errors = python(*words, cwd=ROOT, PYTHONPATH=str(tmp_path))
         assert code == 1 and not out
         assert errors == "transformers 4.57.1 is installed, and transformers<6,>=5.23 is needed; pip install -r requirements.txt\n"

@@ -9,7 +9,7 @@ import torch
 
 import grpo
 import lora
-from core.errors import UserError
+from core.config import UserError
 from core.loading import load_model
 from core.adapter_files import save_model
 from core.engine import Engine, Row, make_engine
