@@ -26,20 +26,16 @@ from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
 from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                         check_accumulation, fill, flag, options_for)
+                         check_accumulation, fill, flag, options_for, UserError, main)
 from core.run import Run
-from core.errors import UserError
-from core.program import main
-from core.episodes import members, unusable
+from core.data import cheapest_order, collector, group_shares, members, per_token, unusable
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import collate, evaluate, rollout, rollout_options
-from core.groups import collector, group_shares
-from core.tasks import train_and_held_out
-from core.batches import cheapest_order, per_token
+from envs.tasks import train_and_held_out
 from core.model import TrainingState, adamw, is_tiny
 from layers import LayerFlags, load_model
 from core.logprobs import score, token_logprobs

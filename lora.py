@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.errors import UserError
+from core.config import UserError, prepare_streams
 
 import torch
 from torch import nn
@@ -472,6 +472,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from core.program import prepare_streams
     prepare_streams()
     sys.exit(main(sys.argv[1:]))

@@ -27,12 +27,11 @@ from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
 from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                         imitation_learning_rate, options_for)
+                         imitation_learning_rate, options_for, UserError, main)
 from core.run import Run
-from core.errors import UserError
-from core.program import main
-from core.episodes import (members, played_shares, print_dropped, shift_and_scale, unusable,
-                           without_faults)
+from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
+                       shift_and_scale, shuffled_batches, tasks_of, turn_index, unusable,
+                       without_faults)
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -40,8 +39,7 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from extras.data.demonstrations import read_trajectories
-from core.tasks import draw_tasks, drop_seen, recorded_env, tasks_of, train_and_held_out
-from core.batches import cheapest_order, per_token, shuffled_batches, turn_index
+from envs.tasks import drop_seen, recorded_env, train_and_held_out
 from core.model import TrainingState, adamw, is_tiny
 from layers import LayerFlags, load_model
 from core.logprobs import token_logprobs

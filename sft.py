@@ -27,9 +27,8 @@ from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
 from core.config import (EnvironmentFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                         imitation_learning_rate, options_for)
+                         imitation_learning_rate, options_for, main)
 from core.run import Run
-from core.program import main
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -37,8 +36,8 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import collate, evaluate, rollout_options
 from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
-from core.tasks import with_env
-from core.batches import batches_of_like_length
+from envs.tasks import with_env
+from core.data import batches_of_like_length
 from core.model import TrainingState, adamw, is_tiny
 from layers import LayerFlags, load_model
 from lora import merge

@@ -25,9 +25,9 @@ import grpo  # noqa: E402
 import reward_weighted  # noqa: E402
 import sft  # noqa: E402
 from extras.show import report  # noqa: E402
-from core.tasks import load_tasks  # noqa: E402
-from core.program import main  # noqa: E402
-from layers import load_model  # noqa: E402
+from envs.tasks import load_tasks
+from core.config import main
+from layers import load_model
 from core.model import save_model
 from core.tiny import make_tiny  # noqa: E402
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from core.chat import Chat
 from core.data import read_json, reading
-from core.errors import UserError, first_line
+from core.config import UserError, first_line
 from core.tiny import make_tiny
 
 ADAPTER = "adapter_config.json"

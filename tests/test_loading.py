@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 import lora
 from extras.exact.checkpoint import write_checkpoint
-from core.errors import UserError
-from core.model import facts
-from core.model import load_weights, save_model
+from core.config import UserError
+from core.model import facts, load_weights, save_model
 from core.chat import Chat
 from core.model import is_tiny, newest
 from layers import load_model

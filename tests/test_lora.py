@@ -23,12 +23,12 @@ from lora_helpers import (
 )
 from torch.nn import functional as F
 
-from core.errors import UserError
+from core.config import UserError
 from layers import load_model
 from core.model import save_model
 from core.logprobs import token_logprobs
 from core.model import facts
-from lora import adapters, add_lora, freeze_reference, merge_adapter, merged, reference
+from lora import adapters, add_lora, freeze_reference, merge_adapter, merged, merged_to_decode, reference
 
 
 # ---------------------------------------------------------------------------------------------------------------- LoRA
@@ -95,7 +95,7 @@ def test_dropout_only_in_train(tiny):
     assert torch.equal(first, logits_of(model))
     with merged(model):  # an update has its dropout, a rollout has none
         assert not torch.equal(logits_of(model), logits_of(model))
-    with merged(model):
+    with merged_to_decode(model):
         assert torch.equal(logits_of(model), logits_of(model))
     assert torch.equal(logits_of(model.eval()), logits_of(plain))
 
@@ -162,7 +162,7 @@ def test_weights_that_layers_share_are_not_merged():
     add_lora(model, 2, 4)
     ids, before = IDS % 90, logits_of(randomise(model), IDS % 90)
     with merged(model):
-        assert first.lora.mode == second.lora.mode == "cached" and model.model.layers[0].linear.lora.mode == "merged"
+        assert first.lora.mode == second.lora.mode == "beside" and model.model.layers[0].linear.lora.mode == "merged"
         assert (logits_of(model, ids) - before).abs().max() < 1e-4
     assert torch.equal(logits_of(model, ids), before)
     with pytest.raises(UserError, match="weights that layers share hold no adapter"):
@@ -381,7 +381,7 @@ def test_merged_twice_is_merged_once(tiny):
         with merged(model):
             assert torch.equal(logits_of(model), outer)
         assert torch.equal(logits_of(model), outer)
-    assert all(linear.lora.mode == "beside" and linear.lora.frozen is linear.lora.cast is None for linear in adapters(model).values())
+    assert all(linear.lora.mode == "beside" and linear.lora.frozen is None for linear in adapters(model).values())
 
 
 def test_weights_of_the_base_that_a_fork_trains_beside_the_adapter_are_played_merged_and_in_the_reference(tiny, tmp_path):

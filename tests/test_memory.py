@@ -6,9 +6,8 @@ import torch
 from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same, save_tiny
 
 import grpo
-from layers import LayerFlags
-from core.errors import UserError
-from layers import load_model
+from layers import LayerFlags, load_model
+from core.config import UserError
 from lora_helpers import merge
 from extras.memory.techniques import SETTINGS, Techniques, techniques, techniques_of
 from extras.memory.quantization import Int8Embedding, Linear4bit

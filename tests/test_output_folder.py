@@ -19,7 +19,7 @@ from extras.data.demonstrations import read_trajectories
 from extras.exact import checkpoint, output_folder
 from extras.exact.checkpoint import check_base, newest_checkpoint, prune, read_state
 from core.model import checkpoints
-from core.errors import Stop, UserError
+from core.config import Stop, UserError
 from extras.exact.resuming import go_back
 from core.run import Run
 from layers import load_model

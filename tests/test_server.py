@@ -33,9 +33,8 @@ from programs import ROOT, Program  # noqa: E402
 import grpo  # noqa: E402
 import sft  # noqa: E402
 from envs import Limits, load  # noqa: E402
-from core.errors import UserError  # noqa: E402
-from core.seeds import mix  # noqa: E402
-from layers import load_model  # noqa: E402
+from core.config import UserError, mix
+from layers import load_model
 from core.model import save_model
 from extras.fast import static_engine
 from core.chat import Chat  # noqa: E402

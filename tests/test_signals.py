@@ -30,9 +30,8 @@ from core import run as experiment_run
 from extras.show.notes import Alarms, alarms
 from core.model import checkpoints
 from extras.exact.checkpoint import newest_checkpoint
-from core.config import options
+from core.config import options, Stop
 from core.run import Run
-from core.errors import Stop
 from extras.exact.process import Signals
 from core.engine import Engine
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import wraps
 
 from core.config import flag
-from core.errors import UserError
+from core.config import UserError
 from core.model import facts, is_adapter, newest, read_settings
 from extras.memory.adapter import kind_of
 from extras.memory.checkpointing import checkpoint_layers, tile_mlps
