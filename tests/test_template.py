@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from core.chat import Chat
-from core.template import Template
+from core.chat import Template
 
 CONTROLS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
