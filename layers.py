@@ -6,5 +6,6 @@ same signature, and every program runs and learns without that layer.
 from core.engine import make_engine
 from core.loading import load_model
 from core.run import Run
+import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
 
 __all__ = ["Run", "load_model", "make_engine"]

@@ -19,6 +19,7 @@ from core.config import EnvironmentFlags, flag
 from core.errors import UserError, printable
 from core.program import main
 from core.tool_calls import parse_tool_calls
+import extras.models.dialects  # noqa: F401  which reads what a person writes, name(x=1)
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 
