@@ -14,9 +14,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from core.bars import say_once
-from core.data import whole
-from core.errors import first_line
+from core.config import first_line, say_once, whole
 from core.tool_calls import parse_tool_calls
 
 # Words that no template contains. Where they come out tells what a template does with a text.
