@@ -129,7 +129,8 @@ def _as_task(cls, row: dict) -> dict | None:
         need(task, *required, otherwise=hint)
         prompt = task.get("prompt", "")
         if not isinstance(prompt, str) or prompt[:1] == "[":
-            import_module(envs.TRL).opening(cls.reset, task, "any question")
+            from envs.prompts import opening
+            opening(cls.reset, task, "any question")
     return task
 
 

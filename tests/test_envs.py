@@ -15,7 +15,7 @@ import pytest
 from core.tasks import draw_tasks, drop_seen, load_tasks
 import envs
 from envs.calls import awaited, fit, needed
-from envs.session import load_environments
+from agent import load_environments
 from extras.background import in_thread
 from core.errors import UserError
 from extras.exact.output_folder import OutputFolder, algorithm_of

@@ -19,14 +19,14 @@ import envs
 import sft
 from agent import Episode, Limits, Trajectory, collate
 from envs.prompts import Prompts
-from extras.adapters.trl import opening
+from envs.prompts import opening
 from extras.data import imitation
 from extras.data.demonstrations import messages_in
 from extras.data.imitation import demonstrate
 from extras.data.imitation import read_split
 from extras.data.pairs import preference
 from core.tasks import is_held_out, load_tasks, recorded_env
-from envs.session import Session, Watch
+from extras.isolate import Session, Watch
 from core.data import as_messages
 from core.errors import UserError
 from core.chat import Chat
