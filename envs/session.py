@@ -10,7 +10,7 @@ from copy import deepcopy
 from functools import partial
 
 import envs
-from core.errors import EnvironmentFault, UserError
+from core.config import EnvironmentFault, UserError
 from core.tool_calls import check_call
 from envs.calls import BY_ARGUMENTS, awaited, call_tool, is_done, message_of
 

@@ -18,9 +18,9 @@ import agent
 import envs
 import envs.session
 from agent import Limits, rollout
-from core.errors import EnvironmentFault, Stop
-from core.files import to_json
-from core.tasks import load_tasks
+from core.config import EnvironmentFault, Stop
+from core.data import to_json
+from envs.tasks import load_tasks
 from extras import isolate
 from extras.data import imitation
 from extras.data.imitation import demonstrate

@@ -2,19 +2,7 @@
 from types import SimpleNamespace
 
 from envs.calls import accepts, needed
-from core.bars import say_once
-
-
-def env_of(row: dict, names: list[str]) -> str:
-    """Return which of the named environments a row's "env" is, by name or class, or ValueError.
-
-    TRL calls the column "environment".
-    """
-    wanted = row.get("env", row.get("environment"))
-    for name in names:
-        if wanted in (name, name.rpartition(":")[2]):
-            return name
-    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {wanted!r:.60}')
+from core.config import say_once
 
 
 def turns_of(t) -> list[int]:

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import envs.session
-from core.errors import EnvironmentFault
+from core.config import EnvironmentFault
 from envs.calls import message_of
 from envs.session import EpisodeFault
 
