@@ -3,15 +3,38 @@
 Delete the folder extras/, one folder in it, or a line below: core's own takes its place, with the
 same signature, and every program runs and learns without that layer.
 """
-import lora
+from pathlib import Path
+
 from core.engine import make_engine
 from core.run import Run
-from extras.exact.loading import sealed
-from extras.fast.loading import faster
-from extras.memory import MemoryFlags as LayerFlags
-from extras.memory import lean
-from extras.models.probe import probed
+from envs.session import sessions
+from lora import load_model
 
-load_model = probed(sealed(lean(faster(lora.load_model))))
 
-__all__ = ["LayerFlags", "Run", "load_model", "make_engine"]
+class LayerFlags:
+    """The flags of layers: without them none."""
+
+
+def has(layer: str) -> bool:
+    """True if the folder of this layer is there. PyPI has a package "extras", too."""
+    return Path(__file__).parent.joinpath("extras", layer).is_dir()
+
+
+if has("isolate"):
+    from extras.isolate import sessions  # noqa: F811
+if has("fast"):
+    from extras.fast.loading import faster
+    load_model = faster(load_model)
+if has("memory"):
+    from extras.memory import MemoryFlags as LayerFlags  # noqa: F811
+    from extras.memory import lean
+    load_model = lean(load_model)
+if has("exact"):
+    from extras.exact.loading import sealed
+    load_model = sealed(load_model)
+if has("models"):
+    import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
+    from extras.models.probe import probed
+    load_model = probed(load_model)
+
+__all__ = ["LayerFlags", "Run", "load_model", "make_engine", "sessions"]
