@@ -31,7 +31,7 @@ from core.tool_calls import parse_tool_calls
 from core.engine import Row
 from layers import make_engine, sessions
 from core.model import facts
-from lora import merged_to_decode
+from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
@@ -333,7 +333,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
 def decoded_here(model):
     """Return the context in which this process plays the model. Servers have one of their own."""
-    return merged_to_decode(model.eval())
+    return merged(model.eval())
 
 
 def play_all(engine, episodes, run, on_end, rewards):

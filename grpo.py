@@ -39,7 +39,7 @@ from envs.tasks import train_and_held_out
 from core.model import TrainingState, adamw, is_tiny
 from layers import LayerFlags, load_model
 from core.logprobs import score, token_logprobs
-from lora import freeze_reference, merged, reference
+from lora import freeze_reference, merged_to_train, reference
 from sft import teach_tiny
 
 
@@ -388,7 +388,7 @@ def train(config: Config) -> dict:
             old_logprobs = sampled_logprobs
             score_by = partial(score, model, token_ids, mask, config.temperature, run)
             if cap := config.importance_correction:
-                old_logprobs = score_by(merged(model))  # trainer_logprobs, (B, T)
+                old_logprobs = score_by(merged_to_train(model))  # trainer_logprobs, (B, T)
                 advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap)
                 run.log(**shares)
             ref_logprobs = score_by(reference(model, start_policy)) if config.kl_coef else None
@@ -398,7 +398,7 @@ def train(config: Config) -> dict:
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's
-                with merged(model):
+                with merged_to_train(model):
                     for rows in run.micro_batches(len(batch), step, update):
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each
