@@ -15,6 +15,7 @@ from envs.session import sessions
 # PyPI has a package "extras", too.
 if Path(__file__).parent.joinpath("extras").is_dir():
     from extras.isolate import sessions  # noqa: F811
+    import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
     from extras.rewards import rewards_of  # noqa: F811
     from extras.show.bars import episode_bar  # noqa: F811
     from extras.vllm import sampler_of  # noqa: F811

@@ -214,8 +214,8 @@ def sources(config) -> list[str]:
     """Return the files of environments and rewards, and what they import from their folders."""
     paths = []
     modules = [load(name).__module__ for name in names_of(config.env)]
-    if config.rewards:
-        modules += importlib.import_module(REWARDS).load(config).modules
+    if rewards := importlib.import_module(REWARDS).rewards_of(config):
+        modules += rewards.modules
     for module_name in modules:
         # A class of a notebook has no file.
         if path := getattr(sys.modules[module_name], "__file__", None):
