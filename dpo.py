@@ -32,8 +32,10 @@ from itertools import chain
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (MemoryFlags, ModelFlags, NO_BAR, RolloutFlags, RunFlags, TrainingFlags,
-                         UserError, auto, fill, flag, main, nearest, preference_learning_rate)
+from layers import LayerFlags
+from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
+                         main, nearest)
+from envs.tasks import RolloutFlags
 from core.run import Run
 from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
                        without_faults)
@@ -235,8 +237,13 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
 
 
 # ------------------------------------------------------------------------------------------ config
+def preference_learning_rate(config):
+    """2e-5 with LoRA, 1e-6 where all weights train"""
+    return 2e-5 if config.lora_r else 1e-6
+
+
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "pairs and loss"
     env: str | None = flag(None, "environment or several (a,b), to play and to evaluate in; "
                                  "default: none for --dataset, else the recorded episodes', or "

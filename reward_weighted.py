@@ -26,8 +26,10 @@ from functools import partial
 from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, UserError,
-                         auto, fill, flag, imitation_learning_rate, main)
+from layers import LayerFlags
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
+                         imitation_learning_rate, main)
+from envs.tasks import RolloutFlags
 from core.run import Run
 from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
                        shift_and_scale, shuffled_batches, tasks_of, turn_index, unusable,
@@ -198,7 +200,7 @@ def rounds(config):
 
 
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "episodes and weights"
     output_dir: str = "runs/reward_weighted"
     env: str | None = flag(None, "environment or several (a,b); also path/to/file.py:Class; "

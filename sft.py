@@ -26,8 +26,10 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto,
-                         fill, flag, imitation_learning_rate, main)
+from envs.tasks import EnvironmentFlags
+from layers import LayerFlags
+from core.config import (ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
+                         imitation_learning_rate, main)
 from core.run import Run
 
 import torch
@@ -53,7 +55,7 @@ TINY_SFT = {"max_samples": 1400, "expert_noise": 0.6, "max_turns": 6, "max_steps
 
 
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, EnvironmentFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, LayerFlags, EnvironmentFlags, TrainingFlags, RunFlags):
     heading = "demonstrations"
     lora_r: int = 0
     learning_rate: float | None = auto(imitation_learning_rate)

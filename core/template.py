@@ -9,7 +9,8 @@ import json
 import re
 from functools import lru_cache
 
-from core.config import first_line, whole
+from core.config import first_line
+from core.data import whole
 
 # Around a control token that is meant as text: the last two variation selectors, which no character
 # uses. They are printable, so that Python's repr, which LFM2.5's template writes, keeps them.

@@ -14,8 +14,10 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, SYNONYMS, TrainingFlags,
-                         UserError, auto, fill, flag, options, parse)
+from layers import LayerFlags
+from core.config import (ModelFlags, RunFlags, SYNONYMS, TrainingFlags, UserError, auto, fill, flag,
+                         options, parse)
+from envs.tasks import RolloutFlags
 from core.run import Run
 from extras.serve import chat
 
@@ -202,7 +204,7 @@ def rate(config):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Toy(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+class Toy(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "toy"
     loss: str = flag("toy", "the objective")
     lora_r: int = 0

@@ -6,7 +6,8 @@ import torch
 from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same, save_tiny
 
 import grpo
-from core.config import MemoryFlags, UserError
+from extras.memory import MemoryFlags
+from core.config import UserError
 from core.loading import load_model, merge
 from extras.memory.techniques import SETTINGS, Techniques, techniques, techniques_of
 from extras.memory.quantization import Int8Embedding, Linear4bit
