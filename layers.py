@@ -26,5 +26,7 @@ if HERE.joinpath("fast").is_dir():
     import extras.fast  # noqa: F401
 if HERE.joinpath("ranks").is_dir() and os.environ.get("WORLD_SIZE", "1") != "1":
     import extras.ranks  # noqa: F401
+if HERE.joinpath("models").is_dir():
+    import extras.models.dialects  # noqa: F401
 
 __all__ = ["LayerFlags", "Run", "load_model", "make_engine", "sessions"]

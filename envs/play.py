@@ -18,6 +18,7 @@ from envs.tasks import tasks_for
 from envs.tasks import EnvironmentFlags
 from core.config import UserError, flag, main, printable
 from core.tool_calls import parse_tool_calls
+import extras.models.dialects  # noqa: F401  which reads what a person writes, name(x=1)
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 
