@@ -336,12 +336,14 @@ def read_yaml(path):
     if root and root.id != "mapping":
         raise UserError(f"{path}:1: give lines `name: value`")
     for key, node in root.value if root else ():
-        as_text = YAML_LISTS.get(key.value) if node.id == "sequence" else None
-        if {key.id, node.id} != {"scalar"} and not as_text:
-            line = node.start_mark.line + 1
-            raise UserError(f"{path}:{line}: give lines `name: value`, nothing nested")
-        value = None if node.tag == "tag:yaml.org,2002:null" else node.value
-        yield key.start_mark.line + 1, key.value, as_text(node) if as_text else value
+        with reading(path, node.start_mark.line + 1):
+            if node.id == "sequence" and key.value in YAML_LISTS:
+                value = YAML_LISTS[key.value](node)
+            elif {key.id, node.id} == {"scalar"}:
+                value = None if node.tag == "tag:yaml.org,2002:null" else node.value
+            else:
+                raise ValueError("give lines `name: value`, nothing nested")
+        yield key.start_mark.line + 1, key.value, value
 
 
 def code_flags(values):
@@ -491,11 +493,15 @@ def main(config_class, train, doc):
     except Printable as error:
         print(shown(error), file=sys.stderr)
         sys.exit(error.code)
+    except BrokenPipeError:  # of `| head`
+        print(shown("nobody reads the output"), file=sys.stderr)
+        sys.exit(1)
     except ModuleNotFoundError as error:
         layer = "/".join(error.name.split(".")[:2])
         if not layer.startswith("extras"):
             raise
-        sys.exit(shown(UserError(f"what was asked for needs {layer}, which is not here")))
+        print(shown(f"what was asked for needs {layer}, which is not here"), file=sys.stderr)
+        sys.exit(UserError.code)
 
 
 def shown(error, rank=""):

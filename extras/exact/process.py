@@ -92,8 +92,6 @@ class Signals:
             if Path(sys.argv[0]).stem == "agent":
                 fits = "lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
             return Stop(f"out of memory: {first_line(error)}; {fits}{notes}", 1)
-        if isinstance(error, BrokenPipeError):  # of `| head`
-            return Stop(f"nobody reads the output{notes}", 1)
 
 
 # ------------------------------------------------------------------------------- memory and the disk
