@@ -25,9 +25,9 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags
-from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill,
-                         flag, main)
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
+                         options_for)
 from envs.tasks import RolloutFlags
 from core.run import Run
 from core.data import (cheapest_order, collect_groups, group_shares, members, per_token,
@@ -39,8 +39,7 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import collate, evaluate, rollout, rollout_options
 from envs.tasks import train_and_held_out
-from core.adapter_files import TrainingState, adamw
-from core.loading import is_tiny, load_model, model_options
+from core.model import TrainingState, adamw, is_tiny
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged, reference
 from sft import teach_tiny
@@ -373,7 +372,7 @@ def train(config: Config) -> dict:
     run = Run(config, "grpo", envs)  # output folder, resume, signals
     if run.finished:
         return run.finished
-    model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
+    model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     flags = rollout_options(config, run, model)
@@ -399,7 +398,7 @@ def train(config: Config) -> dict:
             old_logprobs = sampled_logprobs
             score_by = partial(score, model, token_ids, mask, config.temperature, run)
             if cap := config.importance_correction:
-                old_logprobs = score_by(merged(model, update=True))  # trainer_logprobs, (B, T)
+                old_logprobs = score_by(merged(model))  # trainer_logprobs, (B, T)
                 advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap)
                 run.log(**shares)
             ref_logprobs = score_by(reference(model, start_policy)) if config.kl_coef else None
@@ -409,7 +408,7 @@ def train(config: Config) -> dict:
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's
-                with merged(model, update=True):
+                with merged(model):
                     for rows in run.micro_batches(len(batch), step, update):
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each

@@ -8,25 +8,35 @@ from pathlib import Path
 
 from core.config import LayerFlags
 from core.engine import make_engine
-from core.loading import load_model
 from core.run import Run
 from envs.session import sessions
+from lora import load_model
 
-HERE = Path(__file__).with_name("extras")  # PyPI has a package of this name, too
-if HERE.joinpath("isolate").is_dir():
+
+def has(layer: str) -> bool:
+    """True if the folder of this layer is there. PyPI has a package "extras", too."""
+    return Path(__file__).parent.joinpath("extras", layer).is_dir()
+
+
+if has("isolate"):
     from extras.isolate import sessions  # noqa: F811
-if HERE.joinpath("memory").is_dir():
-    from extras.memory import MemoryFlags as LayerFlags  # noqa: F811
-# These fill tables of core.
-if HERE.joinpath("data").is_dir():
-    import extras.data  # noqa: F401
-if HERE.joinpath("exact").is_dir():
-    import extras.exact  # noqa: F401
-if HERE.joinpath("fast").is_dir():
-    import extras.fast  # noqa: F401
-if HERE.joinpath("ranks").is_dir() and os.environ.get("WORLD_SIZE", "1") != "1":
+if has("data"):
+    import extras.data  # noqa: F401  fills tables of core/data.py and core/config.py
+if has("ranks") and os.environ.get("WORLD_SIZE", "1") != "1":
     import extras.ranks  # noqa: F401
-if HERE.joinpath("models").is_dir():
-    import extras.models.dialects  # noqa: F401
+if has("fast"):
+    from extras.fast.loading import faster
+    load_model = faster(load_model)
+if has("memory"):
+    from extras.memory import MemoryFlags as LayerFlags  # noqa: F811
+    from extras.memory import lean
+    load_model = lean(load_model)
+if has("exact"):
+    from extras.exact.loading import sealed
+    load_model = sealed(load_model)
+if has("models"):
+    import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
+    from extras.models.probe import probed
+    load_model = probed(load_model)
 
 __all__ = ["LayerFlags", "Run", "load_model", "make_engine", "sessions"]

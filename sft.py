@@ -27,9 +27,9 @@ from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
 from envs.tasks import EnvironmentFlags
-from layers import LayerFlags
+from layers import LayerFlags, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                         imitation_learning_rate, main)
+                         imitation_learning_rate, main, options_for)
 from core.run import Run
 
 import torch
@@ -39,9 +39,9 @@ import envs
 from agent import collate, evaluate, rollout_options
 from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
 from envs.tasks import with_env
-from core.adapter_files import TrainingState, adamw
 from core.data import batches_of_like_length
-from core.loading import is_tiny, load_model, merge, model_options
+from core.model import TrainingState, adamw, is_tiny
+from lora import merge
 from core.logprobs import token_logprobs
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
@@ -127,7 +127,7 @@ def train(config: Config) -> dict:
     run = Run(config, "sft", envs)  # output folder, resume, signals
     if run.finished:
         return run.finished
-    model, tokenizer = load_model(config.model_path, **model_options(config))
+    model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
     learned, held_out = demonstrations(config, conversations, model, tokenizer)
     tasks = evaluation_tasks(config, learned)
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)

@@ -196,6 +196,15 @@ def options(config_class):
 
 
 # ---------------------------------------------------------------- flags that all algorithms share
+def options_for(function, config) -> dict:
+    """Return the arguments of a function, or of what it wraps, that a Config has by name."""
+    names = set()
+    while function:
+        names |= inspect.signature(function, follow_wrapped=False).parameters.keys()
+        function = getattr(function, "__wrapped__", None)
+    return {name: value for name, value in vars(config).items() if name in names}
+
+
 def best_dtype(config):
     """float32, but the frozen weights of LoRA in bfloat16 on a GPU that computes in it"""
     import torch
