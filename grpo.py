@@ -375,7 +375,7 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
-    flags = rollout_options(config, run, model)
+    flags = rollout_options(config, run)
     play = partial(rollout, model, tokenizer, config.env, **flags)
     collect = partial(collect_groups, play, tasks, config, run=run)
     if config.rollout_ahead:

@@ -6,9 +6,10 @@ same signature, and every program runs and learns without that layer.
 import os
 from pathlib import Path
 
-from core.config import LayerFlags
-from core.engine import make_engine
+from core.config import LayerFlags, episode_bar
+from core.engine import make_engine, sampler_of
 from core.run import Run
+from envs import rewards_of
 from envs.session import sessions
 from lora import load_model
 
@@ -24,6 +25,12 @@ if has("data"):
     import extras.data  # noqa: F401  fills tables of core/data.py and core/config.py
 if has("ranks") and os.environ.get("WORLD_SIZE", "1") != "1":
     import extras.ranks  # noqa: F401
+if has("rewards"):
+    from extras.rewards import rewards_of  # noqa: F811
+if has("show"):
+    from extras.show.bars import episode_bar  # noqa: F811
+if has("vllm"):
+    from extras.vllm import sampler_of  # noqa: F811
 if has("fast"):
     from extras.fast.loading import faster
     load_model = faster(load_model)
@@ -39,4 +46,5 @@ if has("models"):
     from extras.models.probe import probed
     load_model = probed(load_model)
 
-__all__ = ["LayerFlags", "Run", "load_model", "make_engine", "sessions"]
+__all__ = ["LayerFlags", "Run", "episode_bar", "load_model", "make_engine", "rewards_of",
+           "sampler_of", "sessions"]
