@@ -23,6 +23,7 @@ from lora import KIND, adapter_tensors, settings
 
 ADAPTER = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+WARMUP_STEPS = 20  # at most
 ADDED = "added.safetensors"
 # Keys of PEFT's adapter_config.json that lora.KIND knows, or that change nothing; no others pass.
 UNDERSTOOD = {
@@ -34,6 +35,18 @@ UNDERSTOOD = {
 PLACES = {"layers_to_transform", "exclude_modules"}
 # The words by which the metadata of the tensors say in which form the base was stored.
 FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
+
+
+def scheduled(peak: float, step: int, planned: int) -> float:
+    """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
+
+    The warm-up lasts a tenth of the planned steps, at most WARMUP_STEPS. A run that is resumed with
+    a larger --max_steps than it was planned with continues at a tenth of the peak.
+    """
+    warmup_steps = max(1, min(WARMUP_STEPS, planned // 10))
+    warmup = min(1.0, (step + 1) / warmup_steps)
+    decay = 1 - 0.9 * min(step / max(planned, 1), 1.0)
+    return peak * warmup * decay
 
 
 def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
