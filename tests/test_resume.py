@@ -170,7 +170,7 @@ def test_killed_before_the_first_checkpoint_it_begins_again_on_the_same_base(pla
     grpo.train(config(grpo, place, tmp_path / "whole", **options))
     again = config(grpo, place, tmp_path / "killed", **options)
     with monkeypatch.context() as patch:
-        patch.setattr(sft, "merge", lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(schooling, "scheduled", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             grpo.train(again)  # in the midst of making the base
     again.resume = True
