@@ -41,7 +41,7 @@ from extras.fast.attention import row_attention
 from extras.fast.fused import Fused, fits
 from core.kv_cache import make_cache
 from core.logprobs import head_logits
-from extras.memory.techniques import facts
+from core.model import facts
 from core.sampling import sample
 
 STATIC = "extras.fast.static_engine"  # what a GPU needs
@@ -292,6 +292,12 @@ def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options
     if static:
         return import_module(STATIC).StaticEngine(model, tokens=tokens, **options)
     return Engine(model, **options)
+
+
+def sampler_of(config, run=None):
+    """Return the engine that --sampler names, or None for that of `make_engine`."""
+    if getattr(config, "sampler", None):
+        raise UserError("--sampler needs extras/vllm")
 
 
 class StockForward:

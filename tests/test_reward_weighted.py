@@ -19,9 +19,9 @@ from agent import Trajectory, rollout
 from core.data import collate
 from envs.tasks import load_tasks
 from extras.data.demonstrations import read_trajectories
-from core.config import UserError, options
+from core.config import options, UserError
 from core.data import turn_index
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 
 @pytest.fixture(scope="module")

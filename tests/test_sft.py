@@ -18,7 +18,8 @@ from core.data import collate
 from core.config import UserError
 from core.run import Run
 from core.data import batches_of_like_length
-from core.loading import load_model, newest
+from core.model import newest
+from layers import load_model
 from core.logprobs import token_logprobs
 
 

@@ -10,9 +10,9 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from core.data import collate
 from agent import evaluate, rollout
-from core.adapter_files import adamw
+from core.data import collate
+from core.model import adamw
 from core import logprobs
 from core.logprobs import token_logprobs
 
