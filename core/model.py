@@ -24,8 +24,8 @@ from core.tiny import make_tiny
 
 ADAPTER = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
-ADDED = "added.safetensors"  # what a fork has added to the model
 WARMUP_STEPS = 20  # at most
+ADDED = "added.safetensors"  # what a fork has added to the model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
 # What is read of a model on the hub, beside its weights.
