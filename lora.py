@@ -351,17 +351,35 @@ class _DitheredSum(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------------ merging
 @contextmanager
-def merged(model, update: bool = False):
+def merged(model):
     """Inside the block the adapted weights are W + scale B A. On exit W is restored exactly.
 
     A and B still get their gradients, so rollout and update can use the very same weights. Weights
     in 16 bits are rounded by `dithered`, so that small updates are not lost. Leave the block before
     the optimizer steps. An adapter beside 4-bit, streamed or shared weights is not merged, but cast
-    once while decoding. With update=True (in an update) one with dropout is not merged either,
-    because a merged adapter has no dropout.
+    once while decoding.
     """
-    linears = [linear for linear in adapters(model).values() if not whole_policy(linear)
-               and not (update and linear.lora.dropout)]
+    try:
+        with _merged(adapters(model).values()):
+            yield
+    finally:
+        # What a rollout has freed. An update leaves it for the next pass, which is as large.
+        give_back_memory()
+
+
+@contextmanager
+def merged_to_train(model):
+    """Inside the block the weights are `merged` as an update and its log-probabilities need them.
+
+    An adapter with dropout stays beside its weights, because a merged adapter has no dropout.
+    """
+    with _merged([linear for linear in adapters(model).values() if not linear.lora.dropout]):
+        yield
+
+
+@contextmanager
+def _merged(linears):
+    linears = [linear for linear in linears if not whole_policy(linear)]
     try:
         for linear in linears:
             if linear.lora.mergeable:
@@ -372,9 +390,6 @@ def merged(model, update: bool = False):
     finally:
         for linear in linears:
             linear.lora.unmerge(linear)
-        if not update:
-            # What a rollout freed. An update leaves it for the next pass, which is as large.
-            give_back_memory()
 
 
 def merge_adapter(model):
@@ -420,7 +435,7 @@ def reference(model, frozen: dict | None):
     """
     _exchange(model, frozen)
     try:
-        with merged(model, update=True):
+        with merged_to_train(model):
             yield
     finally:
         _exchange(model, frozen)

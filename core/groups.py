@@ -1,21 +1,10 @@
 """Groups: the episodes of one task, which algorithms compare with each other."""
 import math
-from functools import partial
-from importlib import import_module
 
 from core.tasks import draw_tasks
 from core.episodes import members, played_shares, shift_and_scale, without_faults
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
-AHEAD = "extras.vllm.ahead"  # which only --rollout_ahead imports
-
-
-def collector(play, tasks, config, run):
-    """Return the function that takes a step's number and returns its episodes."""
-    if config.rollout_ahead:
-        collect = partial(collect_groups, tasks=tasks, config=config)
-        return import_module(AHEAD).Ahead(collect, play, run)
-    return partial(collect_groups, play, tasks, config, run=run)
 
 
 def collect_groups(play, tasks, config, step, run):

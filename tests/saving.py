@@ -1,6 +1,4 @@
 """Checkpoints of runs that train nothing."""
-from types import SimpleNamespace
-
 import torch
 
 
@@ -15,9 +13,9 @@ def weights(folder):
 
 
 def training(save_weights=weights, optimizer=None):
-    """Return what a checkpoint is made of, in the shape of a `TrainingState`."""
+    """Return what a checkpoint is made of, as attributes of a `Run`."""
     optimizer = optimizer or torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    return SimpleNamespace(save_weights=save_weights, tokenizer=Tokenizer(), optimizer=optimizer)
+    return {"save_weights": save_weights, "tokenizer": Tokenizer(), "optimizer": optimizer}
 
 
 def save(run, step, *args, **options):
@@ -25,6 +23,6 @@ def save(run, step, *args, **options):
     run.step, run.marks = step, run.files.log_sizes()
     run.before = {}
     run.saved = None  # the same step may be saved twice
-    run.training = training(*args, **options)
+    vars(run).update(training(*args, **options))
     run._save()
     return run.folder / "checkpoints" / f"step_{step:06d}"
