@@ -15,10 +15,9 @@ from importlib import import_module
 from itertools import chain, product
 
 # Imported before torch: it sets how torch's threads wait.
-from core.errors import EnvironmentFault, UserError
+from core.config import EnvironmentFault, UserError, mix
 from core.bars import EpisodeBar
-from core.episodes import is_finite, pass_at_k, problem, summarise, without_too_long
-from core.seeds import mix
+from core.data import is_finite, pass_at_k, problem, summarise, without_too_long
 
 import torch
 from torch.nn.utils.rnn import pad_sequence

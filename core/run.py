@@ -19,19 +19,16 @@ from importlib import import_module
 
 from tqdm import tqdm
 
-from core.bars import NO_BAR, say
+from core.config import NO_BAR, Stop, UserError, code_flags, convert, mix, options, printable, say
 from extras.exact.checkpoint import (RESTORED, check_room, fingerprints, ingredients, load_optimizer,
                                    prune, trained_parameters, write_checkpoint)
-from core.config import code_flags, convert, options
 from core.distributed import join
-from core.episodes import summarise, unusable
-from core.errors import Stop, UserError, printable
-from core.files import finite, write_json
+from core.data import finite, summarise, unusable
+from extras.exact.files import write_json
 from extras.show.notes import (Alarms, first_notes, headline, idle_notes, next_command, plan,
                               print_table, step_line, step_numbers)
 from extras.exact.output_folder import EPISODES, OutputFolder
 from extras.exact.process import Signals, peak_memory_mb
-from core.seeds import mix
 
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl

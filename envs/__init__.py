@@ -68,8 +68,7 @@ from modulefinder import ModuleFinder
 from types import ModuleType
 
 from envs.calls import accepts, needed, schemas, tools
-from core.config import named, nearest
-from core.errors import UserError
+from core.config import UserError, named, nearest
 
 __all__ = ["needed", "schemas", "tools"]  # of envs/calls.py
 

@@ -18,9 +18,9 @@ from statistics import fmean
 
 import envs
 from envs.play import Config, Game, Setup, run
-from core.tasks import drop_seen
-from core.errors import EnvironmentFault, UserError, first_line, printable
-from core.files import to_json
+from envs.tasks import drop_seen
+from core.config import EnvironmentFault, UserError, first_line, printable
+from core.data import to_json
 
 EPISODES = 100  # that each agent plays
 REPLAYED = 10  # tasks that are played a second time
@@ -29,8 +29,8 @@ FAST_ENOUGH = 10_000  # tasks a second
 # Another process runs this, with another seed for the hashes of text.
 TASKS_AGAIN = """
 import json, sys
-from core.tasks import load_tasks
-from core.files import to_json
+from envs.tasks import load_tasks
+from extras.exact.files import to_json
 print(to_json(load_tasks(*json.loads(sys.argv[1]))), end="")
 """
 

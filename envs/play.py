@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import envs
 from envs.calls import shorten
 from envs.session import Session, Watch
-from core.tasks import tasks_for
-from core.config import EnvironmentFlags, flag
-from core.errors import UserError, printable
-from core.program import main
+from envs.tasks import tasks_for
+from core.config import EnvironmentFlags, UserError, flag, main, printable
 from core.tool_calls import parse_tool_calls
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)

@@ -17,7 +17,7 @@ from importlib import import_module
 
 import envs
 from envs.calls import BY_ARGUMENTS, awaited, call_tool, is_done, message_of
-from core.errors import EnvironmentFault, UserError
+from core.config import EnvironmentFault, UserError
 from core.chat import Chat
 from core.tool_calls import check_call
 

@@ -24,20 +24,17 @@ import pytest
 import torch
 
 import agent
-from core.tasks import load_tasks
+from envs.tasks import load_tasks
 import envs
 from agent import Limits, Trajectory, collate, evaluate, rollout
 from envs.calls import shorten, shortened
-from core.episodes import without_faults
+from core.data import pass_at_k, summarise, transcript, without_faults
 from extras.serve import chat as talk
 from extras.show import traces
 from extras.data.demonstrations import read_trajectories
 from extras.data.imitation import demonstrate
 from core.distributed import OneProcess
-from core.program import main
-from core.episodes import pass_at_k, summarise, transcript
-from core.errors import EnvironmentFault, UserError
-from core.seeds import mix
+from core.config import EnvironmentFault, UserError, main, mix
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Engine, Row

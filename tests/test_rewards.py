@@ -16,10 +16,9 @@ import envs
 from agent import Limits, Trajectory, rollout
 from extras import rewards
 from extras.vllm.ahead import Ahead
-from core.tasks import load_tasks
-from core.episodes import summarise
-from core.command_line import parse
-from core.errors import UserError
+from envs.tasks import load_tasks
+from core.data import summarise
+from core.config import UserError, parse
 from core.tiny import make_tiny
 
 MODEL, TOKENIZER = make_tiny()

@@ -18,7 +18,7 @@ import envs
 from agent import Limits, rollout
 from envs.session import Session, Watch
 from extras.data.imitation import demonstrate
-from core.errors import EnvironmentFault, Stop
+from core.config import EnvironmentFault, Stop
 from core.tiny import make_tiny
 
 

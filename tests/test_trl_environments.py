@@ -12,9 +12,9 @@ import envs
 import grpo
 from agent import Limits, rollout
 from extras.adapters.trl import opening
-from core.tasks import load_tasks, train_and_held_out
-from core.episodes import transcript
-from core.errors import UserError
+from envs.tasks import load_tasks, train_and_held_out
+from core.data import transcript
+from core.config import UserError
 from core.chat import Chat
 from core.tiny import make_tiny
 

@@ -18,9 +18,8 @@ from envs.equations import Equations
 from envs.gsm8k import GSM8K
 from envs.session import Session, Watch
 from extras.data.demonstrations import read_trajectories
-from core.episodes import message_lines
-from core.errors import UserError
-from core.program import main
+from core.data import message_lines
+from core.config import UserError, main
 from core.chat import Chat
 from core.engine import Engine, Row
 from extras.serve import chat as talk

@@ -3,7 +3,7 @@ import inspect
 from types import SimpleNamespace
 
 from envs.calls import accepts, needed
-from core.bars import say_once
+from core.config import say_once
 from core.data import as_messages
 from core.tool_calls import check_call
 

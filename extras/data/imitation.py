@@ -19,12 +19,10 @@ from envs import Limits
 from envs.session import Session, Watch, load_environments
 from extras.data.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
                                      read_trajectories)
-from core.tasks import drop_seen, is_held_out, tasks_for, tasks_of, unseen
-from core.episodes import print_dropped, without_faults, without_too_long
-from core.errors import UserError
-from core.bars import NO_BAR
-from core.seeds import mix, shuffled
-from core.batches import prompt_of
+from envs.tasks import drop_seen, tasks_for
+from core.data import (is_held_out, print_dropped, prompt_of, shuffled, tasks_of, unseen,
+                       without_faults, without_too_long)
+from core.config import NO_BAR, UserError, mix
 
 HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 

@@ -15,13 +15,11 @@ from pathlib import Path
 
 import envs
 from agent import Episode, play_turns
-from core.tasks import tasks_for
+from envs.tasks import tasks_for
 from envs.session import Session, Watch, load_environments
-from core.program import main
-from core.seeds import mix
-from core.config import PlayFlags, convert, fill, flag, options
-from core.episodes import message_lines
-from core.errors import Stop, UserError, printable
+from core.config import (PlayFlags, Stop, UserError, convert, fill, flag, main, mix, options,
+                         printable)
+from core.data import message_lines
 from extras.exact.output_folder import algorithm_of
 from core.chat import Chat
 from core.engine import Row, make_engine

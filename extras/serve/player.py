@@ -13,7 +13,7 @@ import time
 from functools import partial
 from os.path import commonprefix
 
-from core.episodes import members
+from core.data import members
 from core.adapter_files import FORMS, read_settings
 from core.engine import Engine, Row
 from core.loading import adapt

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
 from starlette.exceptions import HTTPException
 
-from core.errors import first_line
+from core.config import first_line
 from core.chat import Chat
 from extras.data.recorded import thoughtful_ids, with_thought
 

@@ -34,8 +34,7 @@ from agent import Episode
 from envs.session import Session, Watch, load_environments
 from extras.background import in_thread, promised
 from extras.exact.checkpoint import check_base
-from core.errors import UserError, printable
-from core.seeds import mix
+from core.config import UserError, mix, printable
 from core.adapter_files import ADAPTER
 from core.chat import Chat
 from core.loading import newest
