@@ -108,7 +108,7 @@ def task_rows(seed, steps) -> list[dict]:
 
 
 def rate(step, steps) -> float:
-    """Return the share of the peak learning rate: `Run.scheduled` of core/run.py."""
+    """Return the share of the peak learning rate: `core.adapter_files.scheduled`."""
     warmup_steps = max(1, min(20, steps // 10))
     return min(1.0, (step + 1) / warmup_steps) * (1 - 0.9 * min(step / steps, 1.0))
 

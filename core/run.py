@@ -146,7 +146,7 @@ class Run:
         if looping:
             self.bar.close()
         if error and looping and not self.updated:
-            self._save()
+            self.save()
         # A fault in the last evaluation comes after the loop.
         if error and (looping or self.saved is not None) and not isinstance(error, Stop):
             how = f"continue with: {self.command}"
@@ -184,6 +184,8 @@ class Run:
         if self.unlogged:
             # The run was stopped between a step and its line: write that line now.
             self._write_step({})
+        if self.step == total:
+            self.save()
         self._say_plan()
         self.bar = tqdm(total=total, desc=self.algorithm, initial=self.step,
                         disable=NO_BAR, leave=False, dynamic_ncols=True)
@@ -230,12 +232,12 @@ class Run:
             if words:
                 say(f"after step {step}: {words}")
             self.scores[str(step)] = metrics.get("success")
-            self._save()
+            self.save()
         self._begin_step()
 
     def end_step(self, step: int):
         """Write the lines of a step that is done, print it, and save a checkpoint where due."""
-        timing = self._timing(time.monotonic() - self.began)
+        timing = self.timing_of(self.line, time.monotonic() - self.began)
         # From here on the weights are those after the step, whose line is not written yet.
         self.step, self.updated = step + 1, False
         self.seconds += timing["seconds"]
@@ -252,7 +254,7 @@ class Run:
             self.marks = self.files.log_sizes()
             due = True
         if due or self.step == self.total:
-            self._save()
+            self.save()
         self.check()
         self._begin_step()
 
@@ -269,17 +271,17 @@ class Run:
             left = self.seconds / self.step * (self.total - self.step)
             say(step_line(self.step, self.total, line, seconds, left))
 
-    def _timing(self, seconds):
-        """Return seconds, tokens per second and peak memory of the step that ends now."""
+    def timing_of(self, line, seconds):
+        """Return seconds, tokens per second and peak memory of the step with this line."""
         update_seconds = seconds - self.rollout_seconds
         timing = {"seconds": seconds, "update_seconds": update_seconds,
                   "peak_memory_mb": peak_memory_mb()}
-        if self.rollout_seconds and "episodes" in self.line:
+        if self.rollout_seconds and "episodes" in line:
             timing["rollout_seconds"] = self.rollout_seconds
             # Every pass, to score or to update, forwards the episodes again.
-            timing["update_tokens_per_second"] = self.line["tokens"] * self.passed / update_seconds
+            timing["update_tokens_per_second"] = line["tokens"] * self.passed / update_seconds
             # The seconds of a step that was played ahead are only those of waiting for it.
-            if not self.line.get("staleness"):
+            if not line.get("staleness"):
                 timing["rollout_tokens_per_second"] = self.rollout_tokens / self.rollout_seconds
         return timing
 
@@ -388,7 +390,7 @@ class Run:
         from core.adapter_files import load_weights
         load_weights(self.model, folder)
 
-    def _save(self):
+    def save(self):
         """Write checkpoints/step_NNNNNN of the steps that are done, unless they are saved."""
         if self.saved == self.step:
             return
