@@ -29,9 +29,9 @@ from envs.session import EpisodeFault, Session
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Row
-from extras.memory.techniques import facts, techniques_of
 from layers import make_engine, sessions
-from lora import merged
+from core.model import facts
+from lora import merged_to_decode
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
@@ -313,7 +313,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         started = {row: episode for row, episode in episodes.items() if episode.can_take_turn}
         if started:
             stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
-            slots = min(techniques_of(model).decode_rows, len(started))  # rows decoded at once
+            slots = min(facts(model).decode_rows, len(started))  # rows decoded at once
             engine = engine or make_engine
             if callable(engine):
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
@@ -333,7 +333,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
 def decoded_here(model):
     """Return the context in which this process plays the model. Servers have one of their own."""
-    return merged(model.eval())
+    return merged_to_decode(model.eval())
 
 
 def play_all(engine, episodes, run, on_end, rewards):

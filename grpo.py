@@ -25,8 +25,8 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, UserError,
-                         auto, check_accumulation, fill, flag, main)
+from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
+                         check_accumulation, fill, flag, options_for, UserError, main)
 from core.run import Run
 from core.data import (cheapest_order, collect_groups, group_shares, members, per_token,
                        unusable)
@@ -37,10 +37,10 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import collate, evaluate, rollout, rollout_options
 from envs.tasks import train_and_held_out
-from core.adapter_files import adamw, scheduled, steps_of
-from core.loading import is_tiny, load_model, model_options
+from core.model import adamw, is_tiny, scheduled, steps_of
+from layers import LayerFlags, load_model
 from core.logprobs import score, token_logprobs
-from lora import freeze_reference, merged_to_train, reference
+from lora import freeze_reference, merged, reference
 from sft import teach_tiny
 
 
@@ -284,7 +284,7 @@ def lower_clip(config):
 # leaves open is None until `settle` fills it: from the loss's paper, TINY or the environment, else
 # with the default that stands here.
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "GRPO"
     output_dir: str = "runs/grpo"
     tasks_per_step: int = flag(8, "tasks of a step", low=1)
@@ -365,7 +365,7 @@ def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, confi
     """Return old_logprobs and ref_logprobs, (B, T) each; without a KL penalty None."""
     old_logprobs, ref_logprobs = sampled_logprobs, None
     if config.importance_correction:
-        with merged_to_train(model):
+        with merged(model):
             old_logprobs = score(model, token_ids, mask, config.temperature, run)
     if config.kl_coef:
         with reference(model, start_policy):
@@ -380,7 +380,7 @@ def train(config: Config, collect_groups=collect_groups) -> dict:
     run = Run(config, "grpo", envs)  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
-    model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
+    model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run, model))
@@ -418,7 +418,7 @@ def train(config: Config, collect_groups=collect_groups) -> dict:
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's
-                with merged_to_train(model):
+                with merged(model):
                     for rows in run.micro_batches(len(batch), step, update):
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each

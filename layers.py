@@ -6,14 +6,35 @@ same signature, and every program runs and learns without that layer.
 from pathlib import Path
 
 from core.engine import make_engine
-from core.loading import load_model
 from core.run import Run
 from envs.session import sessions
+from lora import load_model
 
-# PyPI has a package "extras", too.
-if Path(__file__).parent.joinpath("extras/isolate").is_dir():
+
+class LayerFlags:
+    """The flags of layers: without them none."""
+
+
+def has(layer: str) -> bool:
+    """True if the folder of this layer is there. PyPI has a package "extras", too."""
+    return Path(__file__).parent.joinpath("extras", layer).is_dir()
+
+
+if has("isolate"):
     from extras.isolate import sessions  # noqa: F811
-if Path(__file__).parent.joinpath("extras/models").is_dir():
+if has("fast"):
+    from extras.fast.loading import faster
+    load_model = faster(load_model)
+if has("memory"):
+    from extras.memory import MemoryFlags as LayerFlags  # noqa: F811
+    from extras.memory import lean
+    load_model = lean(load_model)
+if has("exact"):
+    from extras.exact.loading import sealed
+    load_model = sealed(load_model)
+if has("models"):
     import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
+    from extras.models.probe import probed
+    load_model = probed(load_model)
 
-__all__ = ["Run", "load_model", "make_engine", "sessions"]
+__all__ = ["LayerFlags", "Run", "load_model", "make_engine", "sessions"]

@@ -384,12 +384,12 @@ class Run:
         A fork with state of its own overrides this and `load_weights`: checkpoints then hold it. It
         changes it at the end of a step, because a step that is stopped early is done again.
         """
-        from core.adapter_files import save_model
+        from core.model import save_model
         save_model(self.model, folder)
 
     def load_weights(self, folder):
         """Read back what `save_weights` wrote, bit for bit."""
-        from core.adapter_files import load_weights
+        from core.model import load_weights
         load_weights(self.model, folder)
 
     def save(self):

@@ -27,7 +27,7 @@ from core import run
 from extras.exact.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
 from core.config import UserError, mix, parse
 from core.data import finite, message_lines
-from core.adapter_files import steps_of
+from core.model import steps_of
 from core.run import LOGGED_EPISODES, Run
 
 ROOT = Path(run.__file__).parent.parent
