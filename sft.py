@@ -39,7 +39,7 @@ from agent import collate, evaluate, rollout_options
 from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
 from envs.tasks import with_env
 from core.data import batches_of_like_length
-from core.model import TrainingState, adamw, is_tiny
+from core.model import adamw, is_tiny, scheduled, steps_of
 from layers import LayerFlags, load_model
 from lora import merge
 from core.logprobs import token_logprobs
