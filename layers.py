@@ -5,8 +5,10 @@ same signature, and every program runs and learns without that layer.
 """
 from pathlib import Path
 
-from core.engine import make_engine
+from core.config import episode_bar
+from core.engine import make_engine, sampler_of
 from core.run import Run
+from envs import rewards_of
 from envs.session import sessions
 from lora import load_model
 
@@ -22,6 +24,12 @@ def has(layer: str) -> bool:
 
 if has("isolate"):
     from extras.isolate import sessions  # noqa: F811
+if has("rewards"):
+    from extras.rewards import rewards_of  # noqa: F811
+if has("show"):
+    from extras.show.bars import episode_bar  # noqa: F811
+if has("vllm"):
+    from extras.vllm import sampler_of  # noqa: F811
 if has("fast"):
     from extras.fast.loading import faster
     load_model = faster(load_model)
@@ -37,4 +45,5 @@ if has("models"):
     from extras.models.probe import probed
     load_model = probed(load_model)
 
-__all__ = ["LayerFlags", "Run", "load_model", "make_engine", "sessions"]
+__all__ = ["LayerFlags", "Run", "episode_bar", "load_model", "make_engine", "rewards_of",
+           "sampler_of", "sessions"]

@@ -57,6 +57,12 @@ say = tqdm.write  # above the bars that are shown
 say_once = cache(say)
 
 
+@contextmanager
+def episode_bar(agents):
+    """Yield a function that a rollout calls after every decode step: extras/show draws a bar."""
+    yield lambda: None
+
+
 # ------------------------------------------------------------------------------------------ errors
 def printable(text: str) -> str:
     r"""Return the text with control characters spelled out, the escape character as \x1b.
