@@ -44,7 +44,8 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 import envs
-from agent import Trajectory, collate, evaluate, rollout, rollout_options
+from agent import Trajectory, evaluate, rollout, rollout_options
+from core.data import collate
 from extras.data.demonstrations import read_trajectories
 from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
 from envs.tasks import drop_seen, train_and_held_out, with_env
@@ -52,7 +53,7 @@ from core.model import adamw, is_tiny, scheduled, steps_of
 from layers import LayerFlags, load_model
 from core.logprobs import token_logprobs
 from lora import merged
-from sft import teach_tiny
+from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
 # fit, which are faster.

@@ -35,13 +35,14 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import collate, evaluate, rollout, rollout_options
+from core.data import collate
+from agent import evaluate, rollout, rollout_options
 from envs.tasks import train_and_held_out
 from core.model import adamw, is_tiny, scheduled, steps_of
 from layers import LayerFlags, load_model
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged, reference
-from sft import teach_tiny
+from schooling import teach_tiny
 
 
 # ------------------------------------------------------------------------------------- advantages

@@ -37,14 +37,15 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import Trajectory, collate, evaluate, rollout, rollout_options
+from agent import Trajectory, evaluate, rollout, rollout_options
+from core.data import collate
 from extras.data.demonstrations import read_trajectories
 from envs.tasks import drop_seen, recorded_env, train_and_held_out
 from core.model import adamw, is_tiny, scheduled
 from layers import LayerFlags, load_model
 from core.logprobs import token_logprobs
 from lora import merged
-from sft import teach_tiny
+from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
 # fit, which are faster.

@@ -521,6 +521,15 @@ def prompt_of(trajectory) -> list[int]:
     return trajectory.token_ids[:trajectory.loss_mask.index(1)]
 
 
+def collate(trajectories: list, device="cpu"):
+    """Return token_ids, loss_mask and logprobs as right-padded (B, T) tensors. Pads are masked."""
+    def pad(name, dtype=torch.long):
+        rows = [torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]
+        return pad_sequence(rows, batch_first=True).to(device)  # (B, T)
+
+    return pad("token_ids"), pad("loss_mask"), pad("logprobs", torch.float32)
+
+
 def turn_index(mask):
     """Number each token's turn (B, T), -1 where masked. A run of 1s in the mask is one turn."""
     mask = mask.long()

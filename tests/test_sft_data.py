@@ -17,12 +17,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import envs
 import sft
-from agent import Episode, Limits, Trajectory, collate
+from agent import Episode, Limits, Trajectory
+from core.data import collate
 from envs.prompts import Prompts
 from envs.prompts import opening
 from extras.data import imitation
 from extras.data.demonstrations import messages_in
-from extras.data.imitation import demonstrate
+from schooling import demonstrate
 from extras.data.imitation import read_split
 from extras.data.pairs import preference
 from envs.tasks import load_tasks, recorded_env
