@@ -25,8 +25,10 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                         check_accumulation, fill, flag, options_for, UserError, main)
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
+                         options_for)
+from envs.tasks import RolloutFlags
 from core.run import Run
 from core.data import (cheapest_order, collect_groups, group_shares, members, per_token,
                        unusable)
@@ -39,7 +41,6 @@ from core.data import collate
 from agent import evaluate, rollout, rollout_options
 from envs.tasks import train_and_held_out
 from core.model import adamw, is_tiny, scheduled, steps_of
-from layers import LayerFlags, load_model
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged, reference
 from schooling import teach_tiny
@@ -327,7 +328,11 @@ def settle(config):
         raise UserError("--rollout_ahead needs --sampler: this process's engine plays with the "
                         "weights that the update changes")
     # batch_size decides memory, rounding and what dropout draws; accumulation has to agree with it.
-    check_accumulation(config, config.tasks_per_step * config.group_size)
+    sequences, size = config.tasks_per_step * config.group_size, config.batch_size
+    steps = config.gradient_accumulation_steps
+    if steps and steps * size != sequences:
+        raise UserError(f"a step has {sequences} sequences, but batch_size {size} x "
+                        f"gradient_accumulation_steps {steps} = {steps * size}")
     return config
 
 

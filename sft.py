@@ -25,8 +25,10 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (EnvironmentFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                         imitation_learning_rate, options_for, main)
+from envs.tasks import EnvironmentFlags
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
+                         imitation_learning_rate, main, options_for)
 from core.run import Run
 
 import torch
@@ -39,7 +41,6 @@ from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
 from envs.tasks import with_env
 from core.data import batches_of_like_length
 from core.model import adamw, is_tiny, scheduled, steps_of
-from layers import LayerFlags, load_model
 from core.logprobs import token_logprobs
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
