@@ -26,8 +26,10 @@ from functools import lru_cache, partial
 from operator import attrgetter
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (EnvironmentFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                         imitation_learning_rate, options_for, main, UserError)
+from envs.tasks import EnvironmentFlags
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
+                         imitation_learning_rate, main, options_for)
 from core.run import Run
 
 import torch
@@ -39,7 +41,6 @@ from core.data import (batches_of_like_length, collate, is_held_out, print_dropp
 from agent import evaluate, rollout_options
 from envs.tasks import drop_seen, tasks_for, with_env
 from core.model import TrainingState, adamw, is_tiny
-from layers import LayerFlags, load_model
 from core.logprobs import token_logprobs
 from schooling import play_expert, read_trajectories
 
