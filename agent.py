@@ -27,8 +27,9 @@ from envs.calls import shortened
 from envs.session import Session, Watch, load_environments
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
-from core.engine import Row, make_engine
+from core.engine import Row
 from extras.memory.techniques import facts, techniques_of
+from layers import make_engine
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,

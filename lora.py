@@ -16,7 +16,6 @@ from functools import cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
 from core.config import UserError
-from extras.exact.process import give_back_memory
 
 import torch
 from torch import nn
@@ -374,6 +373,7 @@ def merged(model, update: bool = False):
             linear.lora.unmerge(linear)
         if not update:
             # What a rollout freed. An update leaves it for the next pass, which is as large.
+            from extras.fast.processor import give_back_memory
             give_back_memory()
 
 

@@ -76,7 +76,8 @@ def measure(point) -> dict:
     import agent
     import grpo
     from envs import schemas
-    from core import engine, loading
+    from core import loading
+    from extras import fast
     from extras.fast import fused
     from core.chat import Chat
     from core.engine import Row
@@ -84,7 +85,7 @@ def measure(point) -> dict:
     def no_attention(module, query, *_, **__):
         return query.transpose(1, 2).contiguous(), None
     if not attention:
-        loading.causal_attention = engine.row_attention = fused.row_attention = no_attention
+        fast.causal_attention = fused.fast_row_attention = no_attention
         loading.probe = lambda model, _: setattr(model.facts, "shares_prefix", True)  # it would find out
     tokenizer, out = AutoTokenizer.from_pretrained(folder), Path(folder) / f"run_{os.getpid()}"
     chat = Chat(tokenizer, schemas(Library))

@@ -127,7 +127,8 @@ def ours(args) -> dict:
 
     from bench import profile_step
     from core.adapter_files import save_model
-    from core.loading import fast_float32, load_model
+    from core.loading import load_model
+    from extras.fast import fast_float32
     from lora import adapter_tensors, adapters
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA,
@@ -167,7 +168,7 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     from bench.completions import generate
     from core.data import cheapest_order
     from core.logprobs import token_logprobs
-    from core.engine import make_engine
+    from layers import make_engine
     from lora import merged
     began = now()
     with merged(model):  # the engine goes when `generate` returns, and its KV cache with it, as in agent.rollout

@@ -14,7 +14,7 @@ from extras.exact.checkpoint import base_of, check_base, newest_checkpoint, read
 from core.data import read_json
 from core.config import UserError
 from core.adapter_files import ADAPTER, FORMS, load_weights, read_settings
-from extras.fast.attention import causal_attention
+from extras.fast import fast_float32, speed_up
 from core.chat import Chat
 from extras.memory.checkpointing import checkpoint_layers, layers_of, tile_mlps, to_host
 from extras.memory.techniques import QUANTIZATION, Facts, Techniques, techniques, techniques_of
@@ -81,7 +81,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     model.facts = Facts(source, seed, chosen)
     _switch_dropout_off(model)
     _adopt_tokenizer(model, tokenizer, path)
-    _use_causal_attention(model)
+    speed_up(model)
     if adapter["r"]:
         adapt(model, adapter, lora_dropout, seed, path if continues else None)
     if merge:
@@ -255,35 +255,3 @@ def _switch_dropout_off(model):
         for name, value in vars(module).items():
             if f".{name}".endswith(("drop", "dropout", ".jitter_noise")) and type(value) is float:
                 vars(module)[name] = 0.0
-
-
-def _use_causal_attention(model):
-    """Replace torch's fused attention by `causal_attention`, which needs less memory."""
-    if model.config.get_text_config()._attn_implementation == "sdpa":
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
-        AttentionInterface.register("causal_attention", causal_attention)
-        AttentionMaskInterface.register("causal_attention", sdpa_mask)
-        model.set_attn_implementation("causal_attention")
-
-
-def fast_float32():
-    """Let oneDNN run float32 matrix products with bf16 instructions where that stays accurate.
-
-    With AVX512-BF16 the split product is twice as fast with an error of 4e-7. With AMX the same
-    switch really rounds. Before the first product this also bounds oneDNN's cache of compiled
-    shapes: its 1,024 entries, which batches of ever new lengths fill, hold over 1 GB.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    try:
-        matmul = torch.backends.mkldnn.matmul
-        before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    except (AttributeError, RuntimeError):
-        return
-    generator = torch.Generator().manual_seed(0)
-    for tokens in (1, 33, 512):
-        x = torch.randn(tokens, 384, generator=generator)
-        w = torch.randn(384, 129, generator=generator)
-        exact = x.double() @ w.double()
-        if ((x @ w).double() - exact).abs().max() > 3e-6 * exact.abs().max():
-            matmul.fp32_precision = before

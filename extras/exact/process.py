@@ -1,5 +1,4 @@
 """This process: the signals that end it, and its memory."""
-import ctypes
 import os
 import re
 import resource
@@ -72,15 +71,6 @@ class Signals:
 
 
 # ------------------------------------------------------------------------------------------- memory
-def give_back_memory():
-    """Return freed memory to the system.
-
-    glibc would keep it, and the peaks of rollout and update would add up.
-    """
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def is_out_of_memory(error):
     """True if memory was too small: Python's, NumPy's, a file's, or the allocators of torch."""
     words = "can't allocate memory", "CUDA error: out of memory", "Cannot allocate memory"

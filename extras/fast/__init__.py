@@ -1,1 +1,60 @@
-"""The same numbers in less time, but for rounding."""
+"""The same numbers in less time, but for rounding. No equation changes.
+
+    fused.py, beside.py  the forward pass of Llama, Qwen2 and Qwen3 in few kernels, for the rollout
+    attention.py         attention over long prompts, on a GPU, and in an update on a CPU
+    static_engine.py     decode steps that become CUDA graphs
+    sampling.py          sampling in pieces of the batch; top-k and top-p
+    processor.py         float32 products by bf16 instructions, and freed memory given back
+
+`speed_up` is for a loaded model and `make_engine` wraps core's. USED names what they do.
+"""
+from functools import partial
+
+import core.engine
+from core.engine import StockForward
+from extras.fast.attention import causal_attention, fast_row_attention
+from extras.fast.fused import Fused, fits
+from extras.fast.processor import fast_float32, give_back_memory
+from extras.fast.sampling import sample
+
+__all__ = ["fast_float32", "give_back_memory", "make_engine", "speed_up"]
+
+USED = {"fused", "products", "float32"}  # taken out one by one, a run says what each is worth
+
+
+def speed_up(model):
+    """Give a loaded model faster forwards. It stays the stock model, with the same weights."""
+    if "products" in USED and model.config.get_text_config()._attn_implementation == "sdpa":
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+        AttentionInterface.register("causal_attention", causal_attention)
+        AttentionMaskInterface.register("causal_attention", sdpa_mask)
+        model.set_attn_implementation("causal_attention")
+
+
+def make_engine(model, *, tokens: int, make=core.engine.make_engine, static: bool | None = None,
+                top_k: int = 0, top_p: float = 1.0, **options):
+    """Return the engine of `make` with a faster forward pass, and on a GPU with static decoding.
+
+    Args:
+        tokens: of the longest row. The static engine has room for them from the first step on, so
+            that no graph has to be captured again.
+        make: core's function, or what another layer makes of it.
+        static: True or False overrides the choice of decode steps that are CUDA graphs.
+        top_k, top_p: cut the distribution, for chat and evaluation.
+        options: those of core's `make_engine`.
+    """
+    if static is None:
+        static = model.device.type == "cuda" and "kind" not in options
+    if static:
+        from extras.fast.static_engine import StaticEngine  # what a GPU needs
+        options["kind"] = partial(StaticEngine, tokens=tokens)
+    options["decoder"] = options.get("decoder") or make_decoder(model)
+    return make(model, tokens=tokens, draw=partial(sample, top_k=top_k, top_p=top_p), **options)
+
+
+def make_decoder(model):
+    """Return the fastest forward pass that fits the model."""
+    if "fused" in USED and fits(model):
+        return Fused(model)
+    return StockForward(model, fast_row_attention)

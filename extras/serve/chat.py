@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 
 import envs
-from agent import Episode, play_turns
+from agent import Episode, make_engine, play_turns
 from envs.tasks import tasks_for
 from envs.session import Session, Watch, load_environments
 from core.config import (PlayFlags, Stop, UserError, convert, fill, flag, main, mix, options,
@@ -22,7 +22,7 @@ from core.config import (PlayFlags, Stop, UserError, convert, fill, flag, main, 
 from core.data import message_lines
 from extras.exact.output_folder import algorithm_of
 from core.chat import Chat
-from core.engine import Row, make_engine
+from core.engine import Row
 from core.loading import DTYPES, load_model
 from lora import merged
 from extras.show.report import config_of

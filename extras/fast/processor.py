@@ -1,0 +1,37 @@
+"""Settings of the processor: float32 products, and memory that was freed."""
+import ctypes
+import os
+from contextlib import suppress
+
+import torch
+
+
+def fast_float32():
+    """Let oneDNN run float32 matrix products with bf16 instructions where that stays accurate.
+
+    With AVX512-BF16 the split product is twice as fast with an error of 4e-7. With AMX the same
+    switch really rounds. Before the first product this also bounds oneDNN's cache of compiled
+    shapes: its 1,024 entries, which batches of ever new lengths fill, hold over 1 GB.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    try:
+        matmul = torch.backends.mkldnn.matmul
+        before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    except (AttributeError, RuntimeError):
+        return
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (1, 33, 512):
+        x = torch.randn(tokens, 384, generator=generator)
+        w = torch.randn(384, 129, generator=generator)
+        exact = x.double() @ w.double()
+        if ((x @ w).double() - exact).abs().max() > 3e-6 * exact.abs().max():
+            matmul.fp32_precision = before
+
+
+def give_back_memory():
+    """Return freed memory to the system.
+
+    glibc would keep it, and the peaks of rollout and update would add up.
+    """
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
