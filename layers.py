@@ -4,11 +4,21 @@ Delete the folder extras/, one folder in it, or a line below: core's own takes i
 same signature, and every program runs and learns without that layer.
 """
 from functools import partial
+from pathlib import Path
 
+from core.engine import make_engine
 from core.loading import load_model
 from core.run import Run
-from extras import fast, models
+from envs.session import sessions
 
-make_engine = partial(fast.make_engine, make=models.make_engine)
+# PyPI has a package "extras", too.
+if Path(__file__).parent.joinpath("extras/isolate").is_dir():
+    from extras.isolate import sessions  # noqa: F811
+if Path(__file__).parent.joinpath("extras/models").is_dir():
+    import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
+    make_engine = extras.models.make_engine
+if Path(__file__).parent.joinpath("extras/fast").is_dir():
+    from extras import fast
+    make_engine = partial(fast.make_engine, make=make_engine)
 
-__all__ = ["Run", "load_model", "make_engine"]
+__all__ = ["Run", "load_model", "make_engine", "sessions"]

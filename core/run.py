@@ -53,7 +53,8 @@ class Run:
         before, after: what `evaluate` returned before the first step and after the last.
         rollout_seconds, rollout_tokens: of all that a step plays; `agent.rollout` adds to them.
         passed: the sequences of all passes of a step; `micro_batches` counts them.
-        watch: the count of environments' faults of the last rollout, or None.
+        played: the number of episodes so far.
+        kept: what sessions keep from one rollout to the next (envs/session.py).
         endings: functions that a run which finishes calls, without arguments.
         values: {flag: value} of the config; max_steps becomes the number of steps.
         updated: True from the first update of a step to the end of the step.
@@ -100,7 +101,8 @@ class Run:
         self.rollout_seconds = self.rollout_tokens = self.passed = 0
         self.has_begun = self.updated = False
         self.made_of, self.line, self.endings = {}, {}, []
-        self.watch = self.saved = self.unlogged = self.schedule = None
+        self.played, self.kept = 0, {}
+        self.saved = self.unlogged = self.schedule = None
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)

@@ -87,7 +87,7 @@ ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
 # Modules that are loaded when a run needs them.
 STEPS, OPTIONS = "envs.steps", "envs.options"
-REWARDS, TRL = "extras.rewards", "extras.adapters.trl"
+REWARDS = "extras.rewards"
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
 LIBRARY = ("agent", "core", "envs", "extras", "layers", "llm", "lora")  # not the user's
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import envs
 from envs.calls import shorten
-from envs.session import Session, Watch
+from envs.session import Faults, Session
 from envs.tasks import tasks_for
 from core.config import EnvironmentFlags, UserError, flag, main, printable
 from core.tool_calls import parse_tool_calls
+import extras.models.dialects  # noqa: F401  which reads what a person writes, name(x=1)
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 
@@ -40,7 +41,7 @@ class Setup:
             raise UserError(f"--env {config.env}: one environment at a time")
         self.cls = envs.with_options(envs.load(config.env), envs.options_of(config))
         self.limits = envs.Limits(**envs.limits(config.env))
-        self.watch = Watch(self.limits.tool_timeout)
+        self.faults = Faults()
 
     def tasks(self, split: str, n: int) -> list[dict]:
         """Return at most n tasks."""
@@ -51,7 +52,7 @@ class Game:
     """One episode that no model plays. Its methods raise EnvironmentFault.
 
     Args:
-        worker: that of an earlier game, whose instance is used again. Without it a new one is made.
+        env: the instance of an earlier game, to be used again. Without it a new one is made.
 
     Attributes:
         seen: what the player was shown: the question, and then results and replies.
@@ -60,11 +61,10 @@ class Game:
         score: then the reward, its parts, and whether the task was solved.
     """
 
-    def __init__(self, setup: Setup, task: dict, worker=None):
+    def __init__(self, setup: Setup, task: dict, env=None):
         self.limits = setup.limits
-        self.session = Session(setup.watch, setup.config.env, setup.cls, task)
-        if worker:
-            self.session.worker = worker
+        self.session = Session(setup.faults, setup.config.env, setup.cls, task)
+        self.session.env = env
         messages, self.turns_left = self.session.start()
         # A "prompt" may begin in the middle of a conversation.
         *first, question = [message["content"] for message in messages]
@@ -114,9 +114,8 @@ def command(config: Config):
         print(json.dumps(schema))
     print("A turn is a call, name(argument=value), or an answer in plain text. Ctrl-D ends.")
     try:
-        with setup.watch:
-            for task in setup.tasks("train", 100):
-                play(Game(setup, task))
+        for task in setup.tasks("train", 100):
+            play(Game(setup, task))
     except EOFError:
         print()
 

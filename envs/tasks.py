@@ -11,7 +11,6 @@ import envs
 from core.config import MIXTURES, NO_BAR, UserError, reading
 from core.data import (is_held_out, json_of, need, print_dropped, read_as, shuffled, unseen)
 
-CELLS = "envs.options"  # only a .csv file needs it
 needed = cache(envs.needed)  # a file may have a million rows
 
 
@@ -85,10 +84,12 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     # Rows of `code` are tried in the sandbox, some thirty a second.
     for place, row in tqdm(rows, "tasks", disable=NO_BAR, leave=False, delay=2):
         with reading(place):
-            if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
+            if len(names) > 1 and env_of(row, names) != name:
                 continue
             if ".csv:" in place.lower():
-                row = import_module(CELLS).read_cells(cls.reset, row)
+                # The cells of a table are text.
+                from envs.options import read_cells
+                row = read_cells(cls.reset, row)
             in_split = is_whole or is_held_out(row) == (split == "test")
             # Rows of the other split are checked as well.
             task = _as_task(cls, row)
@@ -108,6 +109,18 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     return shuffled(tasks, seed)
 
 
+def env_of(row: dict, names: list[str]) -> str:
+    """Return which of the named environments a row's "env" is, by name or class, or ValueError.
+
+    TRL calls the column "environment".
+    """
+    wanted = row.get("env", row.get("environment"))
+    for name in names:
+        if wanted in (name, name.rpartition(":")[2]):
+            return name
+    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {wanted!r:.60}')
+
+
 def _as_task(cls, row: dict) -> dict | None:
     """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
     required = needed(cls.reset)
@@ -123,7 +136,8 @@ def _as_task(cls, row: dict) -> dict | None:
         need(task, *required, otherwise=hint)
         prompt = task.get("prompt", "")
         if not isinstance(prompt, str) or prompt[:1] == "[":
-            import_module(envs.TRL).opening(cls.reset, task, "any question")
+            from envs.prompts import opening
+            opening(cls.reset, task, "any question")
     return task
 
 

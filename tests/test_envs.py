@@ -16,7 +16,7 @@ from core.data import draw_tasks
 from envs.tasks import drop_seen, load_tasks
 import envs
 from envs.calls import awaited, fit, needed
-from envs.session import load_environments
+from agent import load_environments
 from extras.background import in_thread
 from core.config import UserError
 from extras.exact.output_folder import OutputFolder, algorithm_of

@@ -14,9 +14,9 @@ from operator import attrgetter
 from tqdm import tqdm
 
 import envs
-from agent import Episode, Trajectory, ends_on_fault
+from agent import Episode, Trajectory, ends_on_fault, load_environments
 from envs import Limits
-from envs.session import Session, Watch, load_environments
+from layers import sessions
 from extras.data.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
                                      read_trajectories)
 from envs.tasks import drop_seen, tasks_for
@@ -157,16 +157,14 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     envs.need_expert(env_name)
     classes, chats = load_environments(tokenizer, env_name, None, env_options)
     trajectories = []
-    with Watch(limits.tool_timeout) as watch:
+    with sessions(limits) as new_session:
         for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):
             name = task.get("env", env_name)
-            session = Session(watch, name, classes[name], task)
+            session = new_session(name, classes[name], task)
             episode = Episode(session, chats[name], limits, str(i))
             while episode.can_take_turn:
                 expert_turn(episode)
             trajectories.append(episode.trajectory)
-            watch.check_abandoned()
-    watch.check()
     return without_faults(without_too_long(trajectories, limits))
 
 

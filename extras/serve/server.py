@@ -30,8 +30,8 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.requests import ClientDisconnect
 
 import envs
-from agent import Episode
-from envs.session import Session, Watch, load_environments
+from agent import Episode, load_environments
+from extras.isolate import Session, Watch
 from extras.background import in_thread, promised
 from extras.exact.checkpoint import check_base
 from core.config import UserError, mix, printable
