@@ -59,8 +59,9 @@ def main():
     args = parser.parse_args()
     import decoders
 
-    from extras.fast import fast_float32, speed_up
-    from extras.memory.techniques import facts
+    from core.model import facts
+    from extras.fast.loading import speed_up
+    from extras.fast.processor import fast_float32
     from extras.models.probe import probe
     fast_float32()
     ratios = {}

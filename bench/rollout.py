@@ -38,10 +38,9 @@ def main():
 
     from bench.completions import generate
     from core.engine import StockForward
-    from core.loading import load_model
-    from extras.fast import fast_float32
     from extras.fast.fused import Fused
-    from layers import make_engine
+    from extras.fast.processor import fast_float32
+    from layers import load_model, make_engine
     from core.tiny import make_tiny
     from lora import merged
     fast_float32()

@@ -76,17 +76,16 @@ def measure(point) -> dict:
     import agent
     import grpo
     from envs import schemas
-    from core import loading
-    from extras import fast
-    from extras.fast import fused
+    from extras.fast import fused, loading
+    from extras.models import probe
     from core.chat import Chat
     from core.engine import Row
 
     def no_attention(module, query, *_, **__):
         return query.transpose(1, 2).contiguous(), None
     if not attention:
-        fast.causal_attention = fused.fast_row_attention = no_attention
-        loading.probe = lambda model, _: setattr(model.facts, "shares_prefix", True)  # it would find out
+        loading.causal_attention = fused.fast_row_attention = no_attention
+        probe.probe = lambda model, _: setattr(model.facts, "shares_prefix", True)  # it would find out
     tokenizer, out = AutoTokenizer.from_pretrained(folder), Path(folder) / f"run_{os.getpid()}"
     chat = Chat(tokenizer, schemas(Library))
     turns = [chat.turn("", [{"name": "read", "arguments": {}}])] * (sizes["turns"] - 1) + [chat.turn(" to", [])]
@@ -100,7 +99,7 @@ def measure(point) -> dict:
         clock_of = SimpleNamespace(time=time.process_time, monotonic=time.process_time)
         run_module.time = agent.time = clock_of
     limits = agent.Limits(sizes["turns"], 64, 10**6, max_tool_calls=10**6, max_tool_tokens=10**6)
-    grpo.rollout_options = lambda config, run, model: {
+    grpo.rollout_options = lambda config, run: {
         "limits": limits, "temperature": config.temperature, "seed": config.seed, "run": run}
     began = peak_mib()
     with open(os.devnull, "w") as quiet, redirect_stdout(quiet), redirect_stderr(quiet):

@@ -54,8 +54,7 @@ class Row:
         turn: the ids sampled since the prompt or the last `extend`, with the stop id, if any.
         logprobs: theirs, in nats, under the distribution that they were drawn from.
         group, seed, limit: as given; `extend` sets the limit of the next turn.
-        pending: ids that are not in the cache yet. At first it is the prompt.
-        length: how many ids are in the cache.
+        pending: ids that are not in the cache yet, at first the prompt. `length` ids are in it.
         slot: the row's place in the cache, or None.
         state: "waiting" for a slot, "prefill" (tokens that it did not sample are due), "decode", or
             "ended" (its turn has).
@@ -106,11 +105,9 @@ class Engine:
         """Make an engine of so many `slots`, the rows that are in the batch at the same time.
 
         Args:
-            decoder: the forward pass: decoder(ids, cache) gives hidden states, decoder.head(hidden)
-                logits. None takes the model's own.
-            cache: the class of the cache. None takes `RowCache`.
-            draw: the function that samples, called as `sample` is.
-            sampling: further arguments of `draw`, such as the temperature.
+            decoder: gives hidden states, decoder(ids, cache), and logits, decoder.head(hidden).
+            cache: the class of the cache.
+            draw: what samples, called as `sample` is, with the arguments `sampling`.
         """
         self.model = model
         self.device = model.device
@@ -301,6 +298,12 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
 
 
+def sampler_of(config, run=None):
+    """Return the engine that --sampler names, or None for that of `make_engine`."""
+    if getattr(config, "sampler", None):
+        raise UserError("--sampler needs extras/vllm")
+
+
 class StockForward:
     """The forward pass by transformers' own modules, with `attention` in place of theirs."""
 
@@ -355,8 +358,8 @@ class RowCache:
     def batches(self, rows: list[Row]) -> list[list[Row]]:
         """Return the rows in as many batches as they have to go through the model in."""
         half = len(rows) // 2
-        width = max(len(row.pending) for row in rows)
-        return [rows[:half], rows[half:]] if half and len(rows) * width > LONG else [rows]
+        is_long = len(rows) * max(len(row.pending) for row in rows) > LONG
+        return [rows[:half], rows[half:]] if half and is_long else [rows]
 
     def prepare(self, slots: list[int], starts: list[int], counts: list[int]):
         """Make the next pass write `counts` tokens per row, from position `starts`.

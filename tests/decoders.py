@@ -4,8 +4,8 @@ from contextlib import suppress
 import torch
 
 from core.config import UserError
-from extras.fast import speed_up
-from extras.memory.techniques import facts
+from core.model import facts
+from extras.fast.loading import speed_up
 from extras.models.probe import probe
 from lora import add_lora
 

@@ -40,7 +40,8 @@ from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Engine, Row, make_engine
 from core.logprobs import token_logprobs
-from extras.memory.techniques import PLAIN
+from core.model import facts
+from extras.memory.adapter import Beside
 from core.tiny import make_tiny
 from lora import adapters, add_lora, merged
 
@@ -255,7 +256,7 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
             torch.nn.init.normal_(linear.lora.B, std=0.05, generator=torch.Generator().manual_seed(i))
     limits = Limits(max_new_tokens=60, max_tokens=600, max_turns=4)
     Script(monkeypatch, [LOUD[:i % 4] for i in range(16)], "equations")
-    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=slots))
+    monkeypatch.setattr(facts(model), "decode_rows", slots)
     found = rollout(model, TOKENIZER, "equations", EQUATIONS, 4, limits=limits, temperature=temperature, seed=3, step=7, first_task=100)
     for t in found:
         check_invariants(t, limits)
@@ -271,7 +272,7 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
 def test_a_model_in_train_mode_samples_without_dropout():
     """Log-probabilities under dropout would be those of no policy; an adapter beside its weights has it while decoding."""
     model, _ = make_tiny()
-    add_lora(model, 4, 8, dropout=0.5, mergeable=False)
+    add_lora(model, 4, 8, dropout=0.5, kind=Beside)
     for linear in adapters(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.3)
     found = rollout(model.train(), TOKENIZER, "equations", EQUATIONS, limits=Limits(max_new_tokens=20, max_tokens=600, max_turns=2))
@@ -284,7 +285,7 @@ def test_a_model_in_train_mode_samples_without_dropout():
 def test_sampled_episodes_of_several_environments(monkeypatch):
     limits = Limits(max_new_tokens=40, max_tokens=500, max_turns=3)
     tasks = [{"env": "box", "word": "a"}, {"env": "equations", "equation": "2x = 8"}, {"env": "asking", "word": "b"}, {"env": "box", "word": "c"}]
-    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=5))
+    monkeypatch.setattr(facts(MODEL), "decode_rows", 5)
     found = rollout(MODEL, TOKENIZER, "box,equations,asking", tasks, 6, limits=limits)
     for t in found:
         check_invariants(t, limits)
@@ -988,7 +989,7 @@ def test_slots_and_the_tools_latency_change_no_token(monkeypatch, slots):
                 return pay(self, amount)
             slow.__doc__, slow.__annotations__ = pay.__doc__, pay.__annotations__
             patch.setattr(Box, "pay", slow)
-            patch.setattr(agent, "techniques_of", lambda model: PLAIN._replace(decode_rows=slots))
+            patch.setattr(facts(MODEL), "decode_rows", slots)
             Script(patch, [[[call("pay", amount=i)]] * (1 + i % 3) for i in range(10)])
             return rollout(MODEL, TOKENIZER, "box", [{"word": w} for w in ("a", "b")], 5, limits=Limits(max_new_tokens=60, max_tokens=600))
     first = played(slots, 0)
@@ -1239,5 +1240,39 @@ def test_limits_of_a_config_are_its_flags_and_what_the_environment_states(tmp_pa
                     "class Stating(Equations):\n"
                     "    limits = {'max_new_tokens': 64, 'max_tokens': 700, 'max_tool_tokens': 99}\n")
     config = grpo.settle(grpo.Config(env=f"{path}:Stating", max_new_tokens=50, max_turns=3))
-    assert agent.limits_of(config) == Limits(
+    assert envs.limits_of(config) == Limits(
         max_turns=3, max_new_tokens=50, max_tokens=700, max_tool_tokens=99)
+
+
+# --------------------------------------------------------------------------------------------------------- another agent loop
+class Scripted:
+    """An agent of another kind, without a line of agent.py: it reads the state aloud, asks the model once, and acts by itself."""
+
+    def __init__(self, session, chat, limits, group_id):
+        self.session, self.calling, self.next_ids, self.turn_budget = session, False, None, limits.max_new_tokens
+        messages, _ = session.start()
+        ids = chat.prompt(messages)
+        self.trajectory = Trajectory(ids, [0] * len(ids), [0.0] * len(ids), group_id=group_id, messages=messages, info={"timeouts": 0, "success": False})
+        self.can_take_turn = True
+
+    def take_turn(self, ids, logprobs):
+        t = self.trajectory
+        t.token_ids, t.loss_mask, t.logprobs = t.token_ids + ids, t.loss_mask + [1] * len(ids), t.logprobs + logprobs
+        while calls := self.session.expert()[1]:  # whatever the model said
+            self.session.submit(calls)
+            self.session.results()
+            if self.session.done:
+                break
+        t.reward, t.reward_parts, t.info["success"] = self.session.score()
+        t.rewards, t.stop_reason = [t.reward], "done"
+
+    def leave(self):
+        self.trajectory.info["left"] = True
+
+
+def test_another_agent_plays_without_a_change_of_this_file():
+    tasks = load_tasks("equations", "train", 2, 0)
+    episodes = rollout(MODEL, TOKENIZER, "equations", tasks, 3, limits=Limits(max_new_tokens=4, max_tokens=900), agent=Scripted)
+    assert [t.info["success"] for t in episodes] == [True] * 6 and all(t.info["left"] and 0 < sum(t.loss_mask) <= 4 for t in episodes)
+    assert [t.group_id for t in episodes] == ["0-0"] * 3 + ["0-1"] * 3
+    check_logprobs(MODEL, episodes)

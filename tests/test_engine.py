@@ -11,9 +11,8 @@ import core.engine
 import layers
 import lora
 from bench.completions import generate
-from core.config import UserError
 from core.engine import Row, RowCache
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 from core.tiny import make_tiny
 from lora import merged

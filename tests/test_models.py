@@ -10,14 +10,14 @@ import torch
 import grpo
 import lora
 from core.config import UserError
-from core.loading import load_model
-from core.adapter_files import save_model
+from layers import load_model, make_engine
+from core.model import save_model
 from core.engine import Row
 from core.logprobs import token_logprobs
-from extras.fast import speed_up
-from layers import make_engine
-from extras.memory.techniques import FOUR_BIT, PLAIN, Techniques, facts
-from core.model_files import read_model
+from extras.fast.loading import speed_up
+from extras.memory.techniques import FOUR_BIT, PLAIN, Techniques
+from core.model import facts
+from core.model import read_model
 from extras.models.probe import probe
 from extras.memory.quantization import Int8Embedding, Int8Head, Linear4bit
 from core.tiny import make_tiny

@@ -4,32 +4,23 @@
     attention.py         attention over long prompts, on a GPU, and in an update on a CPU
     static_engine.py     decode steps that become CUDA graphs
     sampling.py          sampling in pieces of the batch; top-k and top-p
+    loading.py           the attention of a loaded model, and switches of the device
     processor.py         float32 products by bf16 instructions, and freed memory given back
 
-`speed_up` is for a loaded model and `make_engine` wraps core's. USED names what they do.
+`faster` and `make_engine` wrap core's load_model and make_engine. `speed_up` is for a model that
+is loaded already.
 """
 from functools import partial
 
 import core.engine
 from core.engine import StockForward
-from extras.fast.attention import causal_attention, fast_row_attention
+from extras.fast.attention import fast_row_attention
 from extras.fast.fused import Fused, fits
-from extras.fast.processor import fast_float32, give_back_memory
+from extras.fast.loading import faster, speed_up
+from extras.fast.processor import USED
 from extras.fast.sampling import sample
 
-__all__ = ["fast_float32", "give_back_memory", "make_engine", "speed_up"]
-
-USED = {"fused", "products", "float32"}  # taken out one by one, a run says what each is worth
-
-
-def speed_up(model):
-    """Give a loaded model faster forwards. It stays the stock model, with the same weights."""
-    if "products" in USED and model.config.get_text_config()._attn_implementation == "sdpa":
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
-        AttentionInterface.register("causal_attention", causal_attention)
-        AttentionMaskInterface.register("causal_attention", sdpa_mask)
-        model.set_attn_implementation("causal_attention")
+__all__ = ["faster", "make_engine", "speed_up"]
 
 
 def make_engine(model, *, tokens: int, make=core.engine.make_engine, static: bool | None = None,

@@ -14,14 +14,38 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from core.packing import FAMILIES
 from extras import has
 from extras.fast.attention import fast_row_attention
 from extras.fast.processor import give_back_memory
-from lora import adapted_forward, free_merged, whole_policy, whole_weight
+from lora import adapted_forward, is_adapted, whole_policy
 
-FAMILIES = {"llama", "qwen2", "qwen3"}
+
+def free_merged(linears):
+    """Free the merged weights of these Linears, which the decoder holds in its own layout."""
+    for linear in linears:
+        if is_adapted(linear) and linear.lora.mode == "merged":
+            linear.weight.data = linear.weight.data.new_empty(0)
+            linear.forward = partial(merge_and_run, linear)
+
+
+def merge_and_run(linear, x):
+    """Return the output of a Linear whose merged weight has been freed."""
+    whole_weight(linear)
+    return linear(x)
+
+
+def whole_weight(linear):
+    """Return the weight of a Linear, merged again if `free_merged` has freed it."""
+    if not linear.weight.numel():
+        linear.lora.merge(linear)
+    if getattr(vars(linear).get("forward"), "func", None) is merge_and_run:
+        linear.forward = partial(adapted_forward, linear)
+    return linear.weight
+
+
 # Forwards in place of a module's own that compute the same numbers by other means.
-KNOWN_FORWARDS = {adapted_forward}
+KNOWN_FORWARDS = {adapted_forward, merge_and_run}
 tiled = None
 if has("memory"):
     from extras.memory import pointwise

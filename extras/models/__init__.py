@@ -8,7 +8,7 @@ found to decode wrongly.
 """
 import core.engine
 from core.config import UserError
-from extras.memory.techniques import facts
+from core.model import facts
 from extras.models.states import StateCache, keeps_states
 
 __all__ = ["make_engine"]

@@ -15,13 +15,11 @@ from os.path import commonprefix
 
 from agent import make_engine
 from core.data import members
-from core.adapter_files import FORMS, read_settings
+from core.model import facts, read_settings
 from core.engine import Engine, Row
-from core.loading import adapt
-from extras.memory.techniques import techniques_of
 from extras.fast.sampling import sample
 from extras.fast.static_engine import slots_that_fit
-from lora import adapted_forward, adapters, merged
+from lora import adapt, adapted_forward, adapters, merged_to_decode
 from extras.serve.requests import BASE, Refusal
 
 SECONDS = 600  # until a request must have been answered
@@ -198,8 +196,8 @@ class Player:
     def run(self):
         """Decode until the process ends."""
         while True:
-            with merged(self.model):
-                most = techniques_of(self.model).decode_rows
+            with merged_to_decode(self.model):
+                most = facts(self.model).decode_rows
                 self.engine = make_engine(
                     self.model, tokens=self.tokens, kind=SharedEngine,
                     slots=slots_that_fit(self.model, self.tokens, most))
@@ -267,10 +265,10 @@ class Player:
         """Read an adapter in PEFT's format. Raises ValueError if it does not fit."""
         if name in self.adapters:
             raise ValueError(f"the adapter {name!r} has already been loaded")
-        config = read_settings(folder)
-        own = techniques_of(self.model)
-        for technique, form in FORMS.items():
-            if form in config["quantized_base"] and not getattr(own, technique):
+        known = facts(self.model)
+        config = read_settings(folder, known.kind.peft_entries)
+        for form in filter(None, config["quantized_base"].split(",")):
+            if form not in known.stored_as:
                 raise ValueError(f"{folder} was trained beside weights in {form}, which those of "
                                  "this server are not; start a server with it")
         # Take off the adapter that rows may be playing while `adapt` puts on the new one.

@@ -34,14 +34,11 @@ from agent import Episode, load_environments
 from extras.isolate import Session, Watch
 from extras.background import in_thread, promised
 from extras.exact.checkpoint import check_base
-from core.config import UserError, mix, printable
-from core.adapter_files import ADAPTER
+from core.config import UserError, printable, mix
 from core.chat import Chat
-from core.loading import newest
-from extras.memory.techniques import facts
+from core.model import ADAPTER, facts, newest, settings
 from extras.data.recorded import split_thought
 from core.tool_calls import parse_tool_calls
-from lora import settings
 from extras.serve.player import SECONDS, Choice, Player
 from extras.serve.requests import (BASE, Adapter, ChatCompletion, Completion, Problem, Refusal, Sampled,
                              Turns, call_opening, conversation_ids, refused)

@@ -5,12 +5,14 @@ Ctrl-C, a broken environment or a full disk, the file holds the episodes that we
 """
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
-from agent import Trajectory, rollout, rollout_options
+from agent import Episode, Trajectory, rollout, rollout_options
 from core.data import pass_at_k, summarise, to_json, transcript
 from core.config import UserError, printable
 from extras.exact.files import replace_file, set_aside
+from layers import make_engine
 
 SHOWN = 8  # episodes that are printed
 
@@ -19,19 +21,21 @@ def play_tasks(config, model, tokenizer, tasks: list[dict], traces: "Traces"):
     """Play the tasks of a config, write all episodes, and print the first ones and the summary."""
     options = rollout_options(config)
     limits = options["limits"]
-    rewards = options.pop("rewards")
+    pay = options.pop("pay")
+    options["engine"] = partial(make_engine, top_k=config.top_k, top_p=config.top_p)
 
-    def end(episode):
-        # Paid at once: what is in the file when the program ends early has its reward.
-        if rewards:
-            rewards.pay([episode])
-        traces.add(episode.trajectory)
+    class Kept(Episode):
+        def leave(self):
+            """Write the episode. Paid at once, it is whole whatever ends the program early."""
+            if pay:
+                pay([self])
+            traces.add(self.trajectory)
 
     print(f"playing {traces.total} episodes of {config.env} ({config.split}): at most "
           f"{limits.max_tokens} tokens each, {limits.max_new_tokens} a turn", flush=True)
     # With step -1 the same seed gives the episodes of a run's evaluation, and none of its training.
-    episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, top_k=config.top_k,
-                       top_p=config.top_p, step=-1, on_end=end, **options)
+    episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, step=-1,
+                       agent=Kept, **options)
     traces.replace(episodes)
     for t in episodes[:SHOWN]:
         print(transcript(t.to_json()), end="\n\n")

@@ -82,7 +82,7 @@ def check(model, turns: dict, temperature: float, tolerance: float) -> float:
 def difference(model, turns, temperature: float) -> float:
     """Return the mean of |theirs - ours| over all tokens of the turns, in nats."""
     errors = []
-    with merged(model, update=True):
+    with merged(model):
         for prompt, ids, theirs in turns:
             tokens = torch.tensor([prompt + ids], device=model.device)  # (1, T)
             mask = torch.ones_like(tokens)

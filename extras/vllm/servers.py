@@ -27,10 +27,10 @@ from itertools import count
 from urllib.parse import urlsplit
 
 from extras.background import in_thread
-from core.config import UserError, first_line, say
-from core.adapter_files import save_model
+from core.config import say, UserError, first_line
+from core.model import save_model
 from extras.vllm.proof import prove
-from lora import settings
+from core.model import settings
 
 REQUESTS = 128  # of each server, at once, by all ranks together
 TRIES = 8  # of a request; the pauses between them add up to half a minute
