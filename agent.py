@@ -17,9 +17,6 @@ from itertools import chain, product
 from core.config import UserError, mix
 from core.data import is_finite, pass_at_k, problem, summarise, without_too_long
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
 import envs
 from envs import Limits
 from envs.calls import shortened
@@ -392,15 +389,6 @@ def rollout_options(config, run=None) -> dict:
 
 
 # --------------------------------------------------------------------- episodes in numbers
-def collate(trajectories: list[Trajectory], device="cpu"):
-    """Return token_ids, loss_mask and logprobs as right-padded (B, T) tensors. Pads are masked."""
-    def pad(name, dtype=torch.long):
-        rows = [torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]
-        return pad_sequence(rows, batch_first=True).to(device)  # (B, T)
-
-    return pad("token_ids"), pad("loss_mask"), pad("logprobs", torch.float32)
-
-
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,
              step: int = -1, **options) -> dict:
     """Play the tasks with `rollout`; return what `summarise` and `pass_at_k` say of it.

@@ -32,8 +32,10 @@ from itertools import chain
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (NO_BAR, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill,
-                         flag, nearest, options_for, preference_learning_rate, UserError, main)
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
+                         main, nearest, options_for)
+from envs.tasks import RolloutFlags
 from core.run import Run
 from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
                        without_faults)
@@ -44,15 +46,15 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 import envs
-from agent import Trajectory, collate, evaluate, rollout, rollout_options
+from agent import Trajectory, evaluate, rollout, rollout_options
+from core.data import collate
 from extras.data.demonstrations import read_trajectories
 from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
 from envs.tasks import drop_seen, train_and_held_out, with_env
 from core.model import TrainingState, adamw, is_tiny
-from layers import LayerFlags, load_model
 from core.logprobs import token_logprobs
 from lora import merged
-from sft import teach_tiny
+from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
 # fit, which are faster.
@@ -235,6 +237,11 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
 
 
 # ------------------------------------------------------------------------------------------ config
+def preference_learning_rate(config):
+    """2e-5 with LoRA, 1e-6 where all weights train"""
+    return 2e-5 if config.lora_r else 1e-6
+
+
 @dataclass(kw_only=True)
 class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "pairs and loss"

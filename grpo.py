@@ -25,22 +25,25 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                         check_accumulation, fill, flag, options_for, UserError, main)
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
+                         options_for)
+from envs.tasks import RolloutFlags
 from core.run import Run
-from core.data import cheapest_order, collector, group_shares, members, per_token, unusable
+from core.data import (cheapest_order, collect_groups, group_shares, members, per_token,
+                       unusable)
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import collate, evaluate, rollout, rollout_options
+from core.data import collate
+from agent import evaluate, rollout, rollout_options
 from envs.tasks import train_and_held_out
 from core.model import TrainingState, adamw, is_tiny
-from layers import LayerFlags, load_model
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged, reference
-from sft import teach_tiny
+from schooling import teach_tiny
 
 
 # ------------------------------------------------------------------------------------- advantages
@@ -324,7 +327,11 @@ def settle(config):
         raise UserError("--rollout_ahead needs --sampler: this process's engine plays with the "
                         "weights that the update changes")
     # batch_size decides memory, rounding and what dropout draws; accumulation has to agree with it.
-    check_accumulation(config, config.tasks_per_step * config.group_size)
+    sequences, size = config.tasks_per_step * config.group_size, config.batch_size
+    steps = config.gradient_accumulation_steps
+    if steps and steps * size != sequences:
+        raise UserError(f"a step has {sequences} sequences, but batch_size {size} x "
+                        f"gradient_accumulation_steps {steps} = {steps * size}")
     return config
 
 
@@ -370,7 +377,11 @@ def train(config: Config) -> dict:
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     flags = rollout_options(config, run)
-    collect = collector(partial(rollout, model, tokenizer, config.env, **flags), tasks, config, run)
+    play = partial(rollout, model, tokenizer, config.env, **flags)
+    collect = partial(collect_groups, play, tasks, config, run=run)
+    if config.rollout_ahead:
+        from extras.vllm.ahead import Ahead
+        collect = Ahead(partial(collect_groups, tasks=tasks, config=config), play, run)
     test = partial(evaluate, model, tokenizer, config.env, held_out, **flags)
     total = run.total_steps(len(tasks) / config.tasks_per_step, DEFAULT_STEPS)
     with run:  # ended early, it saves the last whole step, unless the next one's updates have begun

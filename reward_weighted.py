@@ -26,8 +26,10 @@ from functools import partial
 from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                         imitation_learning_rate, options_for, UserError, main)
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
+                         imitation_learning_rate, main, options_for)
+from envs.tasks import RolloutFlags
 from core.run import Run
 from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
                        shift_and_scale, shuffled_batches, tasks_of, turn_index, unusable,
@@ -37,14 +39,14 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import Trajectory, collate, evaluate, rollout, rollout_options
+from agent import Trajectory, evaluate, rollout, rollout_options
+from core.data import collate
 from extras.data.demonstrations import read_trajectories
 from envs.tasks import drop_seen, recorded_env, train_and_held_out
 from core.model import TrainingState, adamw, is_tiny
-from layers import LayerFlags, load_model
 from core.logprobs import token_logprobs
 from lora import merged
-from sft import teach_tiny
+from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
 # fit, which are faster.

@@ -20,37 +20,31 @@ rollout did; here there is no rollout, and the adapter stays beside the weights.
 
 Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 """
-import io
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (EnvironmentFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                         imitation_learning_rate, options_for, main)
+from envs.tasks import EnvironmentFlags
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
+                         imitation_learning_rate, main, options_for)
 from core.run import Run
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import collate, evaluate, rollout_options
+from core.data import collate
+from agent import evaluate, rollout_options
 from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
 from envs.tasks import with_env
 from core.data import batches_of_like_length
 from core.model import TrainingState, adamw, is_tiny
-from layers import LayerFlags, load_model
-from lora import merge
 from core.logprobs import token_logprobs
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,
         "dtype": "float32"}
-
-# How the tiny model is taught before another algorithm starts from it: by demonstrations in which
-# most actions are wrong, but numbers are copied correctly. Which action to choose is left to learn.
-TINY_SFT = {"max_samples": 1400, "expert_noise": 0.6, "max_turns": 6, "max_steps": 300,
-            "batch_size": 16}
 
 
 @dataclass(kw_only=True)
@@ -164,43 +158,6 @@ def train(config: Config) -> dict:
             run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
     return run.finish("grpo.py" if config.env else "agent.py",
                       held_out_loss=run.after.get("loss"))
-
-
-def teach_tiny(config, run, plays=True) -> str:
-    """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
-
-    The folder is `base/` in the output folder, which the run's adapters point to, or where the
-    config names another model, that one. The SFT is a run of its own, in `schooling/`.
-
-    Args:
-        config, run: of the algorithm that starts from the tiny model. Every process takes part.
-        plays: False if the algorithm only evaluates on its tasks, which are then not taught.
-    """
-    if config.model_path != "tiny":
-        return config.model_path
-    run.begin()
-    base = run.folder / "base"
-    # The folder gets its name when it is whole.
-    if run.ranks.first(base.exists):
-        return str(base)
-    envs.need_expert(config.env or "equations")
-    print(f"tiny model: made in {base}; {TINY_SFT['max_steps']} SFT steps on noisy demonstrations "
-          "teach it the format")
-    folder = run.folder / "schooling"
-    tasks = config.tasks if plays else None
-    # Without an evaluation the run holds no row out, and the schooling need not either.
-    held_out = config.eval_dataset or (None if config.eval_tasks else tasks)
-    schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
-                       tasks=tasks, eval_dataset=held_out, eval_tasks=0, fields=config.fields,
-                       env_options=config.env_options, unsafe_code=config.unsafe_code,
-                       rewards=config.rewards, resume=folder.exists(), **TINY_SFT)
-    # The schooling shows its bar alone, not what it says nor transformers' bars.
-    from transformers.utils.logging import disable_progress_bar
-    disable_progress_bar()
-    with redirect_stdout(io.StringIO()):
-        train(schooling)
-        run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
-    return str(base)
 
 
 if __name__ == "__main__":

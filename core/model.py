@@ -23,6 +23,7 @@ from core.tiny import make_tiny
 
 ADAPTER = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+WARMUP_STEPS = 20  # at most
 ADDED = "added.safetensors"  # what a fork has added to the model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
@@ -448,3 +449,15 @@ def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
     weights = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(weights, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay,
                              fused=facts(model).fused_adamw)
+
+
+def scheduled(peak: float, step: int, planned: int) -> float:
+    """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
+
+    The warm-up lasts a tenth of the planned steps, at most WARMUP_STEPS. A run that is resumed with
+    a larger --max_steps than it was planned with continues at a tenth of the peak.
+    """
+    warmup_steps = max(1, min(WARMUP_STEPS, planned // 10))
+    warmup = min(1.0, (step + 1) / warmup_steps)
+    decay = 1 - 0.9 * min(step / max(planned, 1), 1.0)
+    return peak * warmup * decay

@@ -89,7 +89,8 @@ ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 STEPS, OPTIONS = "envs.steps", "envs.options"
 REWARDS = "extras.rewards"
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
-LIBRARY = ("agent", "core", "envs", "extras", "layers", "llm", "lora")  # not the user's
+LIBRARY = ("agent", "core", "envs", "extras", "layers", "llm", "lora",
+           "schooling")  # not the user's
 
 
 @dataclass(frozen=True)

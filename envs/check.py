@@ -30,7 +30,7 @@ FAST_ENOUGH = 10_000  # tasks a second
 TASKS_AGAIN = """
 import json, sys
 from envs.tasks import load_tasks
-from extras.exact.files import to_json
+from core.data import to_json
 print(to_json(load_tasks(*json.loads(sys.argv[1]))), end="")
 """
 

@@ -17,6 +17,12 @@ def notes_anew():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def all_layers():
+    """The optional layers fill tables of core when the programs import them."""
+    import layers  # noqa: F401
+
+
+@pytest.fixture(scope="session", autouse=True)
 def few_held_out():
     """A hundred demonstrations to evaluate take longer than the few steps of a test's run."""
     from extras.data import imitation

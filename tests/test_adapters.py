@@ -12,7 +12,7 @@ import envs
 from envs import check
 from envs.check import Conformance
 from envs.play import Config, Game, Setup
-from extras.data.imitation import demonstrate
+from schooling import demonstrate
 from envs.tasks import load_tasks
 from core.config import EnvironmentFault, UserError
 from core.tiny import make_tiny
@@ -137,7 +137,7 @@ def test_an_instance_that_is_used_again_has_solved_nothing(families):
 
 def test_reasoning_gym_in_a_rollout_and_the_experts_demonstrations(families):
     import agent
-    from extras.data.imitation import demonstrate
+    from schooling import demonstrate
     from core.tiny import make_tiny
     model, tokenizer = make_tiny()
     tasks = load_tasks("reasoning_gym:chain_sum", "train", 2, 0)

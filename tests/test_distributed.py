@@ -22,7 +22,7 @@ from core import run
 from extras.exact.checkpoint import newest_checkpoint, read_state
 from core.distributed import OneProcess
 from extras.ranks import Ranks
-from core.config import RankLost
+from extras.ranks import RankLost
 
 ROOT = Path(run.__file__).parent.parent
 # Every algorithm takes one step on recorded episodes, then grpo plays two steps of its own. argv: place, output folder.

@@ -14,7 +14,7 @@ import sft
 from envs import load
 from envs.tasks import load_tasks
 from extras.serve import chat as talk
-from extras.data.imitation import demonstrate
+from schooling import demonstrate
 from core.config import options, parse
 
 ROOT = Path(__file__).parent.parent

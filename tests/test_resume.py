@@ -17,6 +17,7 @@ from programs import Program
 from safetensors.torch import load_file
 from saving import save
 
+import schooling
 import dpo
 import envs
 import grpo
@@ -25,7 +26,7 @@ import sft
 from agent import Limits, rollout
 from envs.tasks import load_tasks
 from extras.data.demonstrations import read_trajectories
-from extras.data.imitation import demonstrate
+from schooling import demonstrate
 from core import run
 from extras.exact.checkpoint import _checksum, newest_checkpoint, read_state
 from core.model import base_of, checkpoints
@@ -166,12 +167,12 @@ def test_killed_in_every_step_and_resumed_is_never_having_stopped(place, tmp_pat
 
 def test_killed_before_the_first_checkpoint_it_begins_again_on_the_same_base(place, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(grpo, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
-    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 16, "max_steps": 2})
+    monkeypatch.setattr(schooling, "TINY_SFT", {**schooling.TINY_SFT, "max_samples": 16, "max_steps": 2})
     options = dict(model_path="tiny", env="equations", lora_r=2, tasks_per_step=2, max_steps=2)
     grpo.train(config(grpo, place, tmp_path / "whole", **options))
     again = config(grpo, place, tmp_path / "killed", **options)
     with monkeypatch.context() as patch:
-        patch.setattr(sft, "merge", lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(schooling, "scheduled", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             grpo.train(again)  # in the midst of making the base
     again.resume = True
@@ -517,7 +518,7 @@ def test_an_adapter_whose_base_was_replaced_is_refused_and_one_that_moved_with_i
         load_model(str(tmp_path / "run"), train=False)
     path.write_bytes(data)
     load_model(str(tmp_path / "run"), train=False)
-    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 8, "max_steps": 1})
+    monkeypatch.setattr(schooling, "TINY_SFT", {**schooling.TINY_SFT, "max_samples": 8, "max_steps": 1})
     options = dict(model_path="tiny", lora_r=2, tasks_per_step=2, max_steps=0)
     grpo.train(config(grpo, place, tmp_path / "grpo", **options))
     weights = (tmp_path / "grpo" / "base" / "model.safetensors").read_bytes()

@@ -25,9 +25,10 @@ from agent import Trajectory
 from extras.exact import output_folder
 from core import run
 from extras.exact.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
-from core.config import UserError, mix, parse
+from core.config import Stop, UserError, mix, parse
 from core.data import finite, message_lines
 from core.run import LOGGED_EPISODES, Run
+from extras.exact.process import Signals
 
 ROOT = Path(run.__file__).parent.parent
 
@@ -47,6 +48,7 @@ def program(tmp_path_factory):
         from core.config import flag
         from core.config import UserError
         from core.config import main
+        import extras.exact
         assert not {"torch", "yaml", "transformers", "safetensors"} & set(sys.modules)
 
         @dataclass
@@ -101,12 +103,11 @@ def test_success_and_our_own_bugs(program):
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
 
 
-def test_a_program_that_does_not_train_names_other_flags():
-    from types import SimpleNamespace
-
-    from core.config import _explain
-    words, code = _explain(MemoryError(), SimpleNamespace(run=None), False)
-    assert code == 1 and words == "out of memory: MemoryError; lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
+def test_a_program_that_does_not_train_names_other_flags(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["agent.py"])
+    with pytest.raises(Stop) as ended, Signals():
+        raise MemoryError()
+    assert ended.value.code == 1 and str(ended.value) == "out of memory: MemoryError; lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
 
 
 def test_a_terminal_obeys_nothing_of_an_episode_that_is_printed():

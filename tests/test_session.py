@@ -23,7 +23,7 @@ from core.data import to_json
 from envs.tasks import load_tasks
 from extras import isolate
 from extras.data import imitation
-from extras.data.imitation import demonstrate
+from schooling import demonstrate
 from extras.isolate import Session, Watch
 from core.tiny import make_tiny
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from saving import training
 from test_resume import CASES, assert_equal, config, place, rewarded  # noqa: F401  (place is a fixture)
 
+import schooling
 import dpo
 import grpo
 import reward_weighted
@@ -120,9 +121,10 @@ def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_afte
     assert_equal(a, b)
 
 
-def test_a_signal_outside_the_loop_leaves_at_once_and_names_the_outermost_run(place, tmp_path, monkeypatch):  # noqa: F811
-    at(monkeypatch, sft, "token_logprobs", lambda number: number == 2, signal.SIGTERM)
-    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 8, "max_steps": 3, "batch_size": 4})
+def test_a_signal_outside_the_loop_leaves_at_once(place, tmp_path, monkeypatch):  # noqa: F811
+    """While the tiny model is taught, too."""
+    at(monkeypatch, schooling, "token_logprobs", lambda number: number == 2, signal.SIGTERM)
+    monkeypatch.setattr(schooling, "TINY_SFT", {**schooling.TINY_SFT, "max_samples": 8, "max_steps": 3, "batch_size": 4})
     with Signals(), pytest.raises(Stop, match="grpo.py --config .* --resume") as caught:
         grpo.train(config(grpo, place, tmp_path, model_path="tiny", max_steps=1))
     assert caught.value.code == 143

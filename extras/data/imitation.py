@@ -3,26 +3,18 @@
     read_dataset      the conversations of a file, to learn from and held out
     demonstrations    the episodes to imitate, and held-out ones
     evaluation_tasks  what the model shall do by itself afterwards
-    demonstrate       environments' scripted experts play, as if a model had played
 """
 import math
-import sys
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
-from tqdm import tqdm
-
-import envs
-from agent import Episode, Trajectory, ends_on_fault, load_environments
-from envs import Limits
-from layers import sessions
+from schooling import play_expert
+from envs import limits_of
 from extras.data.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
                                      read_trajectories)
 from envs.tasks import drop_seen, tasks_for
-from core.data import (is_held_out, print_dropped, prompt_of, shuffled, tasks_of, unseen,
-                       without_faults, without_too_long)
-from core.config import NO_BAR, UserError, mix
+from core.data import is_held_out, print_dropped, prompt_of, shuffled, tasks_of, unseen
+from core.config import UserError
 
 HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
@@ -60,8 +52,10 @@ def demonstrations(config, conversations, model, tokenizer):
         encode = Encoder(tokenizer, config)
         learned, held_out = list(map(encode, learned)), list(map(encode, held_out))
     else:
-        learned = play_expert(config, tokenizer, "train", config.max_samples)
-        held_out = play_expert(config, tokenizer, "test", HELD_OUT, tasks_of(learned))
+        play = partial(play_expert, config, tokenizer, noise=config.expert_noise,
+                       limits=limits_of(config))
+        learned = play("train", config.max_samples)
+        held_out = play("test", HELD_OUT, seen=tasks_of(learned))
         solved = sum(t.info["success"] for t in learned)
         print(f"of {len(learned)} tasks the expert solves {solved}")
     learned = drop_long(learned, config.max_tokens)
@@ -135,44 +129,3 @@ def evaluation_tasks(config, learned) -> list[dict]:
     """
     files = (None, config.tasks) if config.dataset or config.trajectories else None
     return drop_seen(tasks_for(config, "test", config.eval_tasks, files), tasks_of(learned))
-
-
-# ------------------------------------------------------------------------------- scripted experts
-def play_expert(config, tokenizer, split_name, n, seen=()):
-    """Return episodes of the scripted expert; a share --expert_noise of its actions is wrong.
-
-    No episode is of a task in `seen`.
-    """
-    tasks = tasks_for(config, split_name, n)
-    tasks = [{**task, "noise": config.expert_noise, "noise_seed": mix(config.seed, split_name, i)}
-             for i, task in enumerate(drop_seen(tasks, seen))]
-    # An expert plays to the end: a longer episode than max_tokens is to be dropped, not cut.
-    limits = replace(envs.limits_of(config), max_tokens=sys.maxsize)
-    return demonstrate(tokenizer, config.env, tasks, limits, envs.options_of(config))
-
-
-def demonstrate(tokenizer, env_name: str, tasks: list[dict],
-                limits: Limits = Limits(), env_options: dict | None = None) -> list[Trajectory]:
-    """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
-    envs.need_expert(env_name)
-    classes, chats = load_environments(tokenizer, env_name, None, env_options)
-    trajectories = []
-    with sessions(limits) as new_session:
-        for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):
-            name = task.get("env", env_name)
-            session = new_session(name, classes[name], task)
-            episode = Episode(session, chats[name], limits, str(i))
-            while episode.can_take_turn:
-                expert_turn(episode)
-            trajectories.append(episode.trajectory)
-    return without_faults(without_too_long(trajectories, limits))
-
-
-@ends_on_fault
-def expert_turn(episode: Episode):
-    """Let the expert take a turn of the episode in the model's place."""
-    text, calls = episode.session.expert()
-    ids = episode.chat.turn(text, calls)
-    episode.take_turn(ids, [0.0] * len(ids))
-    if episode.calling:
-        episode.take_results()

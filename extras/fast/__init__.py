@@ -5,22 +5,26 @@
     static_engine.py     decode steps that become CUDA graphs
     sampling.py          sampling in pieces of the batch; top-k and top-p
     loading.py           the attention of a loaded model, and switches of the device
-    processor.py         float32 products by bf16 instructions, and freed memory given back
+    processor.py         the default of --dtype, float32 products by bf16 instructions, and freed
+                         memory given back
 
 `faster` and `make_engine` wrap core's load_model and make_engine. `speed_up` is for a model that
 is loaded already.
 """
 from functools import partial
 
+import core.config
 import core.engine
 from core.engine import StockForward
 from extras.fast.attention import fast_row_attention
 from extras.fast.fused import Fused, fits
 from extras.fast.loading import faster, speed_up
-from extras.fast.processor import USED
+from extras.fast.processor import USED, best_dtype
 from extras.fast.sampling import sample
 
 __all__ = ["faster", "make_engine", "speed_up"]
+
+core.config.DEFAULTS["dtype"] = best_dtype
 
 
 def make_engine(model, *, tokens: int, make=core.engine.make_engine, static: bool | None = None,

@@ -16,8 +16,8 @@ from pathlib import Path
 import envs
 from agent import Episode, load_environments, make_engine, play_turns
 from envs.tasks import tasks_for
-from core.config import (PlayFlags, Stop, UserError, convert, fill, flag, main, mix, options,
-                          printable)
+from envs.tasks import PlayFlags
+from core.config import Stop, UserError, convert, fill, flag, main, mix, options, printable
 from core.data import message_lines
 from extras.exact.output_folder import algorithm_of
 from core.chat import Chat

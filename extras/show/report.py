@@ -9,8 +9,9 @@ from html import escape
 from pathlib import Path
 
 from extras.exact.checkpoint import newest_checkpoint
-from core.data import json_rows, read_json, transcript
-from core.config import UserError, beginning, lines_of, prepare_streams, read_yaml, reading, whole
+from core.data import json_rows, lines_of, read_json, transcript, whole
+from core.config import UserError, prepare_streams, read_yaml, reading
+from envs.corpus import beginning
 from extras.exact.files import replace_file
 from extras.show.notes import headline, wilson
 from extras.exact.output_folder import CONFIG, EPISODES, algorithm_of
