@@ -26,8 +26,8 @@ import extras.memory.pointwise as pointwise
 import extras.memory.quantization as quantization
 from extras.fast import static_engine
 from core.model import adamw, facts, settings
-from core.engine import Engine, Row, make_engine
-from layers import load_model
+from core.engine import Row, StockForward
+from layers import load_model, make_engine
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -288,9 +288,9 @@ def _rollout(model, work: Workload, kind: str, free: float) -> int:
 
 def _count_a_row(model):
     """Tell the engine the bytes of its cache, as the probe at load does where there are numbers."""
-    engine = Engine(model, slots=1, fused=False)
+    engine = make_engine(model, tokens=2, slots=1, static=False, decoder=StockForward(model))
     engine.add([Row([1, 1])])
     engine.step()
     for name, tensors, place in (("token_bytes", engine.cache.tensors, (0, slice(None), 0)),
-                                 ("state_bytes", engine.cache.states, (0,))):
+                                 ("state_bytes", getattr(engine.cache, "states", {}), (0,))):
         setattr(facts(model), name, sum(t[place].nbytes for t in tensors.values()))

@@ -14,14 +14,14 @@ from itertools import count
 from pathlib import Path
 
 import envs
-from agent import Episode, load_environments, play_turns
+from agent import Episode, load_environments, make_engine, play_turns
 from envs.tasks import tasks_for
 from envs.tasks import PlayFlags
 from core.config import Stop, UserError, convert, fill, flag, main, mix, options, printable
 from core.data import message_lines
 from extras.exact.output_folder import algorithm_of
 from core.chat import Chat
-from core.engine import Row, make_engine
+from core.engine import Row
 from core.model import DTYPES
 from layers import load_model, sessions
 from lora import merged
