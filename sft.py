@@ -3,8 +3,8 @@
     sft_loss  -log pi(token | tokens before it), a mean over the demonstrator's tokens
     train     AdamW over shuffled epochs; loss and success on held-out data
 
-Demonstrations (extras/data/imitation.py) are episodes of an environment's scripted expert, or what a
-file holds: conversations (--dataset) or recorded episodes (--trajectories).
+Demonstrations are episodes of an environment's scripted expert, or what a file holds: recorded
+episodes (--trajectories) or conversations (--dataset, extras/data/demonstrations.py).
 
 Only assistant tokens and their end-of-turn token are trained: prompts, templates and tool results
 are context. The other algorithms train through merged weights, so that an update rounds as the
@@ -20,13 +20,14 @@ rollout did; here there is no rollout, and the adapter stays beside the weights.
 
 Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 """
+import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
 from envs.tasks import EnvironmentFlags
 from layers import LayerFlags, load_model
-from core.config import (ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          imitation_learning_rate, main, options_for)
 from core.run import Run
 
@@ -36,9 +37,10 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from core.data import collate
 from agent import evaluate, rollout_options
-from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
-from envs.tasks import with_env
-from core.data import batches_of_like_length
+from envs.tasks import drop_seen, tasks_for, with_env
+from episodes import HELD_OUT, read_split, read_trajectories
+from schooling import play_expert
+from core.data import batches_of_like_length, print_dropped, prompt_of, tasks_of
 from core.model import TrainingState, adamw, is_tiny
 from core.logprobs import token_logprobs
 
@@ -91,6 +93,67 @@ def sft_loss(logprobs, loss_mask, num_tokens):
     return -(logprobs * loss_mask).sum() / num_tokens
 
 
+# ----------------------------------------------------------------------------- what is learned from
+def demonstrations(config, conversations, model, tokenizer):
+    """Return the episodes to imitate and the held-out ones.
+
+    They are recorded (--trajectories), the conversations of --dataset, or played by the
+    environment's scripted expert. Those longer than max_tokens are dropped and counted.
+    """
+    if config.trajectories:
+        learned, held_out = read_recorded(config, model, tokenizer)
+    elif config.dataset:
+        from extras.data.demonstrations import encoded
+        learned, held_out = encoded(conversations, tokenizer, config)
+    else:
+        play = partial(play_expert, config, tokenizer, noise=config.expert_noise,
+                       limits=envs.limits_of(config))
+        learned = play("train", config.max_samples)
+        held_out = play("test", HELD_OUT, seen=tasks_of(learned))
+        solved = sum(t.info["success"] for t in learned)
+        print(f"of {len(learned)} tasks the expert solves {solved}")
+    learned = drop_long(learned, config.max_tokens)
+    held_out = drop_long(held_out, config.max_tokens)
+    source = config.trajectories or config.dataset or config.tasks or config.env
+    if not learned:
+        condition = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
+        raise UserError(f"no episodes to imitate: {source:.200} has none {condition}within "
+                        f"{config.max_tokens} tokens")
+    print(f"{source:.200}: {len(learned)} demonstrations to learn from, {len(held_out)} held out")
+    return learned, held_out
+
+
+def read_recorded(config, model, tokenizer):
+    """Return the episodes of --trajectories of at least --min_reward, and the held-out ones."""
+    def read(path):
+        episodes = read_trajectories(path, model, tokenizer)
+        floor = -math.inf if config.min_reward is None else config.min_reward
+        # In floating point 0.6 + 0.3 + 0.1 is below 1.
+        return [t for t in episodes if 1 in t.loss_mask and t.reward >= floor - 1e-9]
+
+    def task(t):
+        return [t.info.get("task"), prompt_of(t)]
+
+    return read_split(read, config.trajectories, task, config)
+
+
+def drop_long(episodes, max_tokens):
+    """Return the episodes of at most max_tokens tokens, and print how many were dropped."""
+    short = [t for t in episodes if len(t.token_ids) <= max_tokens]
+    print_dropped(episodes, short, f"episodes exceed {max_tokens} tokens: dropped")
+    return short
+
+
+def evaluation_tasks(config, learned) -> list[dict]:
+    """Return the tasks to evaluate on, without those of the training data.
+
+    There are none without an environment or with --eval_tasks 0. Where other data is learned from,
+    they are all rows of --tasks.
+    """
+    files = (None, config.tasks) if config.dataset or config.trajectories else None
+    return drop_seen(tasks_for(config, "test", config.eval_tasks, files), tasks_of(learned))
+
+
 # ---------------------------------------------------------------------------------------- held out
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
@@ -116,7 +179,10 @@ def settle(config: Config) -> Config:
 def train(config: Config) -> dict:
     """Imitate demonstrations: make every token that the demonstrator wrote more likely."""
     config = settle(config)
-    conversations = read_dataset(config)  # first, so that a bad row is refused at once
+    conversations = None
+    if config.dataset:  # first, so that a bad row is refused at once
+        from extras.data.demonstrations import read_dataset
+        conversations = read_dataset(config)
     run = Run(config, "sft", envs)  # output folder, resume, signals
     if run.finished:
         return run.finished

@@ -2,6 +2,7 @@
 from types import SimpleNamespace
 
 from envs.calls import accepts, needed
+from envs.prompts import trl_message
 from core.config import say_once
 
 
@@ -59,12 +60,3 @@ def as_trl(episodes: list, name: str, function) -> dict:
                  f"gets None; columns: {', '.join(sorted(columns))}")
     names = (columns | wanted) - {"prompt", "completion"}
     return {column: [task.get(column) for task in tasks] for column in names} | given
-
-
-def trl_message(message: dict) -> dict:
-    """Return a message of an episode as TRL holds it, whose calls are those of functions."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [call if "function" in call else {"type": "function", "function": call}
-             for call in message["tool_calls"]]
-    return {**message, "tool_calls": calls}
