@@ -14,7 +14,6 @@ from agent import Trajectory
 from core.config import UserError
 from core.data import (is_held_out, need, print_dropped, prompt_of, read_as, shift_and_scale,
                        shuffled, to_json, unseen, without_faults)
-from envs.prompts import trl_message
 
 HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
@@ -162,6 +161,7 @@ def is_of_prompt(message: dict) -> bool:
 
 def write_pairs(run, learned, held_out):
     """Write preference_pairs.json: the pairs in TRL's form, with the rewards they were made by."""
+    from envs.prompts import trl_message  # an environment, which only this file needs
     rows = []
     for i, (chosen, rejected) in enumerate(learned + held_out):
         better, worse = (list(map(trl_message, t.messages)) for t in (chosen, rejected))
