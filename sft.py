@@ -41,7 +41,7 @@ from envs.tasks import drop_seen, tasks_for, with_env
 from episodes import HELD_OUT, read_split, read_trajectories
 from schooling import play_expert
 from core.data import batches_of_like_length, print_dropped, prompt_of, tasks_of
-from core.model import TrainingState, adamw, is_tiny
+from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import token_logprobs
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
@@ -183,7 +183,7 @@ def train(config: Config) -> dict:
     if config.dataset:  # first, so that a bad row is refused at once
         from extras.data.demonstrations import read_dataset
         conversations = read_dataset(config)
-    run = Run(config, "sft", envs)  # output folder, resume, signals
+    run = Run(config, "sft", envs)  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
@@ -194,10 +194,16 @@ def train(config: Config) -> dict:
     batches = lru_cache(1)(partial(batches_of_like_length, learned, per_step, config.seed))
     steps_per_epoch = len(batches(0))
     test = partial(evaluate_held_out, model, tokenizer, held_out, tasks, config, run)
+    total = steps_of(config, steps_per_epoch)
     with run:
-        state = TrainingState(model, tokenizer, optimizer)
-        total = run.total_steps(steps_per_epoch)
-        for step in run.steps(total, state, test, evaluate_before=config.model_path != "tiny"):
+        for step in range(run.load(model, tokenizer, optimizer, total), total):
+            is_born = step == 0 and config.model_path == "tiny"  # random weights
+            if step % (config.eval_every or total) == 0 and not is_born:
+                run.log_evaluation(step, test())
+            for group in optimizer.param_groups:  # from the rate that it was made with
+                group["lr"] = scheduled(group["initial_lr"], step, run.planned)
+            run.log(learning_rate=optimizer.param_groups[0]["lr"])
+
             # 1. Episodes: the next demonstrations of the epoch.
             epoch, place = divmod(step, steps_per_epoch)
             batch = batches(epoch)[place]
@@ -208,22 +214,25 @@ def train(config: Config) -> dict:
 
             # 3. Update. The losses of the micro-batches add up to the loss of the step.
             model.train()
-            loss_sum = 0.0
+            metrics = []
             for rows in run.micro_batches(len(batch), step):
                 logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows])  # (b, T)
                 loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
                 loss.backward()
-                loss_sum += loss.item()
+                metrics.append({"loss": loss.detach()})
                 del logprobs, loss  # free the graph: the next one needs room
-            run.ranks.add_gradients(model)
-            loss_sum = sum(run.ranks.gather(loss_sum))
+            totals = run.ranks.all_reduce(model, metrics)
             grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-            run.discard_if_not_finite(batch, loss_sum, grad_norm)
-            optimizer.step()
+            if math.isfinite(totals["loss"] + grad_norm):
+                optimizer.step()
+            else:  # it would spoil the weights for good
+                run.skip(batch, f"loss {totals['loss']}, gradient norm {grad_norm}")
             optimizer.zero_grad()
-            run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
-    return run.finish("grpo.py" if config.env else "agent.py",
-                      held_out_loss=run.after.get("loss"))
+            run.log(**totals, grad_norm=grad_norm, tokens=num_tokens)
+            run.end_step(step)
+        after = test()
+        next_program = "grpo.py" if config.env else "agent.py"
+        return run.finish(after, next_program, held_out_loss=after.get("loss"))
 
 
 if __name__ == "__main__":

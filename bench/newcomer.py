@@ -25,16 +25,16 @@ SEEDS, RESULTS = (0, 1, 2), os.path.join(ROOT, "bench", "results")
 SHUFFLED = """
 import random, sys
 import grpo
-from core import groups
+from core import data
 from core.config import main
-whole = groups.shift_and_scale
+whole = data.shift_and_scale
 def shuffled(trajectories, scaling, bias):
     whole(trajectories, scaling, bias)
     paid = [t.reward for t in trajectories]
     random.Random(repr(paid)).shuffle(paid)
     for t, reward in zip(trajectories, paid):
         t.rewards, t.reward = [0.0] * (len(t.rewards) - 1) + [reward], reward
-groups.shift_and_scale = shuffled
+data.shift_and_scale = shuffled
 main(grpo.Config, grpo.train, "")
 """
 

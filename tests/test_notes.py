@@ -41,19 +41,18 @@ def test_a_reward_that_was_not_finite_hinders_no_report():
 
 
 def test_a_pipe_gets_a_line_a_step_and_no_bars(base, tmp_path):
-    words = ["grpo.py", "--model_path", base, *SMALL, *STEPS, "--kl_coef", 0.1, "--eval_every", 2, "--output_dir", tmp_path / "r"]
+    words = ["grpo.py", "--model_path", base, *SMALL, *STEPS, "--kl_coef", 0.1, "--eval_every", 1, "--output_dir", tmp_path / "r"]
     done = subprocess.run([sys.executable, *map(str, words)], cwd=programs.ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "\r" not in done.stdout and "\x1b" not in done.stdout
     number = r"-?[\d.e-]+ *"
     lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
     assert re.fullmatch(r"\S+: Qwen3ForCausalLM: training and decoding checked in \d+\.\d s", lines.pop(0))
-    assert lines[:3] == ["playing 3 episodes: at most 256 tokens each, 16 a turn", lines[1],
-                         "training: 2 steps, each of 2 tasks x 2 episodes of at most 256 tokens"]
-    assert re.fullmatch(r"before: success \d.\d{3}, reward -?\d.\d{3}", lines[1])
+    assert lines[:2] == ["training: 2 steps, each of 2 tasks x 2 episodes of at most 256 tokens", "playing 3 episodes: at most 256 tokens each, 16 a turn"]
+    assert re.fullmatch(r"before: success \d.\d{3}, reward -?\d.\d{3}", lines[2])
     for step, line in ((1, lines[3]), (2, lines[5])):
         assert re.fullmatch(rf"step {step}/2  success {number}  reward {number}  entropy {number}  kl {number}  [\d.]+ s, [\d.]+ s left", line), line
         assert len(line) <= 100
-    assert lines[4].startswith("after step 2: success ")
+    assert lines[4].startswith("after step 1: success ")
     table = lines[lines.index("") + 1:-2]
     assert table[0].startswith("held out: 3 tasks; trained: 2 steps, ") and table[1].split() == ["before", "after", "95", "%", "interval"]
     assert [line.split()[0] for line in table[2:]] == ["success", "reward", "actions", "structure", "completion", "truncated", "tool_errors"]

@@ -37,7 +37,7 @@ from extras.exact.output_folder import OutputFolder
 from extras.exact.resuming import _sequences
 from layers import load_model
 from lora_helpers import merge
-from core.model import save_model
+from core.model import save_model, scheduled
 from core.tiny import make_tiny
 
 ROOT = Path(run.__file__).parent.parent
@@ -374,7 +374,7 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     book = Run(sft.Config(output_dir=str(tmp_path), save_every=1), "sft")
     book.begin()
     for step, score in enumerate((0.1, 0.7, 0.3, 0.4, None, 0.7, 0.2), 1):
-        book.line = {} if score is None else {"eval/success": score}
+        book.scores[str(step)] = score
         save(book, step)
         names = [int(path.name[5:]) for path in checkpoints(tmp_path)]
         assert names == sorted({1 if step == 1 else 2, step, max(step - 1, 1)}), step
@@ -410,10 +410,10 @@ def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(pl
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_go_on(stopped, tmp_path):
     again = stopped(tmp_path / "run")
     (tmp_path / "full.py").write_text(
-        "import resource, signal, sys; import sft; from core import program\n"
-        f"config = sft.Config(**{vars(again)!r})\n"
+        "import resource, signal, sys; import sft; from core import config as program\n"
+        f"chosen = sft.Config(**{vars(again)!r})\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
-        "program.parse = lambda *_: config\n"
+        "program.parse = lambda *_: chosen\n"
         "program.main(sft.Config, sft.train, '')")
     done = programs.run(tmp_path / "full.py")
     assert done.returncode == 4, done.stderr
@@ -493,11 +493,11 @@ def test_a_checkpoint_of_another_version_is_played_but_not_continued(place, tmp_
         train(sft, again, monkeypatch, 2)
     path = newest_checkpoint(again.output_dir) / "state.json"
     state = json.loads(path.read_text())
-    del state["checksum"], state["schedule"]
+    del state["checksum"], state["planned"]
     path.write_text(to_json({**state, "checksum": _checksum(state)}))
     load_model(again.output_dir, train=False)
     again.resume = True
-    with pytest.raises(UserError, match=rf"{path.parent}: another version of the project wrote it \(schedule is missing\); continue with that"):
+    with pytest.raises(UserError, match=rf"{path.parent}: another version of the project wrote it \(planned is missing\); continue with that"):
         sft.train(again)
 
 
@@ -618,11 +618,10 @@ def test_the_schedule_belongs_to_the_run(place, tmp_path):
 
 @pytest.mark.parametrize("total, warmup", [(2, [1.0, 1.0]), (10, [1.0, 1.0]), (50, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]), (340, [0.05, 0.1])])
 def test_the_warm_up_is_a_tenth_of_the_steps_and_at_most_twenty(total, warmup):
-    run_of = SimpleNamespace(schedule=total)
     for step, share in enumerate(warmup):
-        assert run.Run.scheduled(run_of, 2.0, step) == pytest.approx(2.0 * share * (1 - 0.9 * step / total))
-    assert run.Run.scheduled(run_of, 2.0, 30) < 2.0
-    assert run.Run.scheduled(run_of, 2.0, total) == pytest.approx(0.2)
+        assert scheduled(2.0, step, total) == pytest.approx(2.0 * share * (1 - 0.9 * step / total))
+    assert scheduled(2.0, 30, total) < 2.0
+    assert scheduled(2.0, total, total) == pytest.approx(0.2)
 
 
 def test_flipped_bits_are_refused_or_change_nothing(stopped, tmp_path):
