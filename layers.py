@@ -19,6 +19,10 @@ def has(layer: str) -> bool:
     return Path(__file__).parent.joinpath("extras", layer).is_dir()
 
 
+if has("adapters"):
+    import extras.adapters  # noqa: F401  fills envs.ADAPTERS
+if has("sandbox"):
+    import extras.sandbox  # noqa: F401  fills envs.ENVS and envs.TOOLS
 if has("isolate"):
     from extras.isolate import sessions  # noqa: F811
 if has("data"):

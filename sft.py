@@ -35,18 +35,19 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from core.data import collate
 from agent import evaluate, rollout_options
+from core.data import batches_of_like_length, collate, print_dropped, prompt_of, tasks_of
+from core.logprobs import token_logprobs
+from core.model import adamw, is_tiny, scheduled, steps_of
 from envs.tasks import drop_seen, tasks_for, with_env
 from episodes import HELD_OUT, read_split, read_trajectories
 from schooling import play_expert
-from core.data import batches_of_like_length, print_dropped, prompt_of, tasks_of
-from core.model import adamw, is_tiny, scheduled, steps_of
-from core.logprobs import token_logprobs
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,
         "dtype": "float32"}
+
+HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
 
 @dataclass(kw_only=True)

@@ -28,6 +28,7 @@ from extras.exact.files import write_json
 from extras.show.notes import (Alarms, first_notes, headline, idle_notes, next_command, plan,
                               print_table, step_line, step_numbers)
 from extras.exact.output_folder import EPISODES, OutputFolder
+from extras.exact.environments import data_of, sources
 from extras.exact.process import Signals, peak_memory_mb
 
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
@@ -74,8 +75,8 @@ class Run:
         holds a run that is neither to be resumed nor to be overwritten.
         """
         self.config, self.algorithm = config, algorithm
-        self.sources = envs.sources(config) if envs else []
-        self.data = envs.data_of(config) if envs else []
+        self.sources = sources(config) if envs else []
+        self.data = data_of(config) if envs else []
         self.has_expert = envs and envs.has_expert(config.env)
         self.has_tools = envs and any(
             envs.tools(envs.load(name)) for name in envs.names_of(config.env))

@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests compare bits, and are of the CPU; bench/gpu.py is of the GPU
 
+import layers  # noqa: E402, F401  what extras/ adds to the tables of core/ and envs/
+
 
 @pytest.fixture(autouse=True)
 def notes_anew():
