@@ -47,8 +47,6 @@ from schooling import play_expert
 TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,
         "dtype": "float32"}
 
-HELD_OUT = 100  # demonstrations, at most, whose loss is measured
-
 
 @dataclass(kw_only=True)
 class Config(ModelFlags, LayerFlags, EnvironmentFlags, TrainingFlags, RunFlags):

@@ -2,7 +2,6 @@
 from types import SimpleNamespace
 
 from envs.calls import accepts, needed
-from envs.prompts import trl_message
 from core.config import say_once
 
 
@@ -25,6 +24,7 @@ def as_trl(episodes: list, name: str, function) -> dict:
     Prompts and completions are messages, or text where the task's column "prompt" is text. A
     column that the function asks for and these tasks leave empty is None for each.
     """
+    from envs.prompts import trl_message  # an environment, which rewards alone do not need
     trajectories = [e.trajectory for e in episodes]
     # The column "env" of a task has chosen among several environments.
     tasks = [{"env": t.info.get("env"), **t.info["task"]} for t in trajectories]
