@@ -9,28 +9,34 @@
 import math
 import runpy
 import time
-from dataclasses import dataclass, field
-from functools import wraps
-from itertools import chain, product
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from itertools import chain, count, product
+from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import UserError, mix
-from core.data import is_finite, pass_at_k, problem, summarise, without_too_long
+from core.config import PlayFlags, UserError, fill, flag, main, mix, read_yaml
+from core.data import (is_finite, pass_at_k, problem, summarise, to_json, transcript,
+                       without_too_long)
 
 import envs
-from envs import Limits
+from envs import Limits, load_environments
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
+from envs.tasks import tasks_for
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Row
-from core.model import facts
-from layers import episode_bar, make_engine, rewards_of, sampler_of, sessions
+from core.model import DTYPES, facts
+from layers import (episode_bar, has, load_model, make_engine, rewards_of, sampler_of,
+                    sessions)
 from lora import merged_to_decode
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
 TOOL_STEPS = 4
+SHOWN = 8  # episodes that the command prints
 
 
 @dataclass
@@ -252,22 +258,6 @@ class Episode:
 
 
 # ------------------------------------------------------------------------------ many episodes
-def load_environments(tokenizer, env_names, generation_config, env_options) -> tuple[dict, dict]:
-    """Return the class and the Chat of every environment, by its name.
-
-    They are those that the caller names: data never chooses which code runs. `env_options` are
-    what `envs.options_of` returns.
-    """
-    classes = {name: envs.with_options(envs.load(name), env_options)
-               for name in envs.names_of(env_names)}
-    try:
-        chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
-                 for name, cls in classes.items()}
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return classes, chats
-
-
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, seed: int = 0, step: int = 0,
             first_task: int = 0, env_options=None, engine=None, agent=Episode, pay=None,
@@ -309,15 +299,14 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             agents[Row(prompt, group=group, seed=row_seed, limit=player.turn_budget)] = player
         started = {row: player for row, player in agents.items() if player.can_take_turn}
         if started:
-            stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
-            slots = min(facts(model).decode_rows, len(started))  # rows decoded at once
-            engine = engine or make_engine
-            if callable(engine):
-                engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
-                                temperature=temperature)
             if run and is_first:
                 print(f"playing {len(started)} episodes: at most {limits.max_tokens} tokens each, "
                       f"{limits.max_new_tokens} a turn")
+            engine = engine or make_engine
+            if callable(engine):
+                engine = engine(model, slots=min(facts(model).decode_rows, len(started)),
+                                tokens=limits.max_tokens, temperature=temperature,
+                                stop_ids=frozenset().union(*(c.end_ids for c in chats.values())))
             play_all(engine, started, run)
             if pay:
                 pay(list(started.values()))
@@ -404,5 +393,74 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     return summarise(trajectories) | pass_at_k(trajectories)
 
 
+# ---------------------------------------------------------------------------------- the command
+@dataclass(kw_only=True)
+class Config(PlayFlags):
+    heading = "agent"
+    model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
+    env: str | None = flag(None, "environment; default: that of the run that wrote the model")
+    num_tasks: int = flag(0, "play this many tasks, print some of them, and count", low=0)
+    split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
+    group_size: int = 1
+    output: str | None = flag(None, "with --num_tasks: write the episodes to this new .jsonl")
+    temperature: float = flag(1.0, "of sampling; 0: the most likely token", above=None, low=0)
+    dtype: str = flag("auto", "of the weights; auto: the run's, or as stored", choices=DTYPES)
+    seed: int = flag(0, "of tasks and sampling", low=0)
+
+
+def as_the_run(config: Config) -> Config:
+    """Take environment, tasks and dtype from the run that wrote the model, if no flag names them."""
+    written = Path(config.model_path, "config.yaml")
+    run = {name: value for _, name, value in read_yaml(written)} if written.exists() else {}
+    # In sft.py and dpo.py the tasks stand beside other data.
+    run["dataset"] = run.get("tasks", run.get("dataset"))
+    for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
+        if run.get(name) and getattr(config, name) in (None, "auto"):
+            if name == "env" and ":" in run[name]:
+                # Data never chooses which code runs, and the folder may come from a stranger.
+                raise UserError(f"{written}: the run played --env {run[name]}; give --env yourself")
+            config = replace(config, **{name: run[name]})
+    config = replace(config, env=config.env or "equations")
+    return fill(config, envs.limits(config.env))
+
+
+def command(config: Config):
+    """Play tasks, print some, and count; without --num_tasks play those that the user types."""
+    config = as_the_run(config)
+    if config.output and Path(config.output).exists():
+        raise UserError(f"--output {config.output}: there is a file of this name")
+    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
+    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config))
+    tasks = tasks_for(config, config.split, config.num_tasks or 100)
+    if not config.num_tasks:
+        return chat(play, envs.load(config.env), tasks)
+    # With step -1 the same seed gives the episodes of a run's evaluation.
+    episodes = play(tasks, config.group_size, step=-1)
+    for t in episodes[:SHOWN]:
+        print(transcript(t.to_json()), end="\n\n")
+    for name, value in (summarise(episodes) | pass_at_k(episodes)).items():
+        print(f"{name:24}{value:>10.6g}")
+    if config.output:
+        lines = [to_json(t.to_json()) for t in episodes]
+        Path(config.output).write_text("".join(lines), encoding="utf-8")
+
+
+def chat(play, cls, tasks: list[dict]):
+    """Play a task for every line that the user types, and print the episode. Ctrl-D ends."""
+    print("Each line is a task of its own; an empty one plays a task of the environment's.")
+    with suppress(EOFError):
+        for number in count():
+            text = input("Task: ")
+            try:
+                task = cls._from_text(text) if text else tasks[number % len(tasks)]
+                [t] = play([task], step=number)
+                print(transcript(t.to_json()))
+            except (ValueError, AttributeError) as error:
+                print(f"[{error}]")
+
+
 if __name__ == "__main__":
-    runpy.run_module("extras.serve.chat", run_name="__main__")
+    if has("serve"):
+        runpy.run_module("extras.serve.chat", run_name="__main__")
+    else:
+        main(Config, command, __doc__)
