@@ -48,7 +48,7 @@ from tqdm import tqdm
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
 from core.data import collate
-from extras.data.demonstrations import read_trajectories
+from schooling import read_trajectories
 from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
 from envs.tasks import drop_seen, train_and_held_out, with_env
 from core.model import adamw, is_tiny, scheduled, steps_of

@@ -27,8 +27,8 @@ def all_layers():
 @pytest.fixture(scope="session", autouse=True)
 def few_held_out():
     """A hundred demonstrations to evaluate take longer than the few steps of a test's run."""
-    from extras.data import imitation
-    imitation.HELD_OUT = 8
+    import sft
+    sft.HELD_OUT = 8
 
 
 @pytest.fixture(scope="module")
