@@ -3,7 +3,7 @@
     rollout     play episodes: the model samples turns, tools run while other episodes decode
     evaluate    success, pass@k, reward and more of a model in an environment
 
-    python agent.py --model_path runs/grpo          chat with the agent (extras/serve/chat.py)
+    python agent.py --model_path runs/grpo          play tasks that you type (or extras/serve: chat)
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import math
@@ -16,7 +16,7 @@ from itertools import chain, count, product
 from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import PlayFlags, UserError, fill, flag, main, mix, read_yaml
+from core.config import UserError, fill, flag, main, mix, read_yaml
 from core.data import (is_finite, pass_at_k, problem, summarise, to_json, transcript,
                        without_too_long)
 
@@ -24,19 +24,17 @@ import envs
 from envs import Limits, load_environments
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
-from envs.tasks import tasks_for
+from envs.tasks import PlayFlags, tasks_for
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Row
 from core.model import DTYPES, facts
-from layers import (episode_bar, has, load_model, make_engine, rewards_of, sampler_of,
-                    sessions)
+from layers import episode_bar, has, load_model, make_engine, rewards_of, sampler_of, sessions
 from lora import merged_to_decode
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
 TOOL_STEPS = 4
-SHOWN = 8  # episodes that the command prints
 
 
 @dataclass
@@ -265,8 +263,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     A group is named by step and first_task + index of its task, so a second rollout of the same
-    step needs another first_task. The name, seed and sample seed an episode's random numbers. While
-    a tool runs others decode, at most TOOL_STEPS steps: token counts, not clocks, form a batch.
+    step needs another first_task. Name, seed and sample seed an episode's random numbers. Prompts
+    of max_tokens or more are dropped and counted; if a run has played nothing else so far, it
+    raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which.
@@ -275,17 +274,15 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         agent: who plays an episode: a class with the arguments and public members of `Episode`.
         pay: a function that sets the rewards of all these agents, after their episodes.
         run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
-
-    Prompts of max_tokens or more are dropped and counted; if a run has played nothing else so far,
-    it raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
     """
     began = time.monotonic()
     is_first = run is None or not (run.played or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     agents, groups, names = {}, {}, ",".join(classes)
-    load_policy = getattr(engine, "load_policy", decoded_here)
-    with load_policy(model), sessions(limits, run) as new_session:
+    # Servers are told the policy; the engine of this process decodes with merged weights.
+    load_policy = getattr(engine, "load_policy", merged_to_decode)
+    with load_policy(model.eval()), sessions(limits, run) as new_session:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", names)
             if name not in classes:
@@ -294,9 +291,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             player = agent(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
             prompt = player.trajectory.token_ids
-            group = groups.setdefault(tuple(prompt), len(groups))
-            row_seed = mix(seed, step, first_task + i, sample)
-            agents[Row(prompt, group=group, seed=row_seed, limit=player.turn_budget)] = player
+            agents[Row(prompt, group=groups.setdefault(tuple(prompt), len(groups)),
+                       seed=mix(seed, step, first_task + i, sample),
+                       limit=player.turn_budget)] = player
         started = {row: player for row, player in agents.items() if player.can_take_turn}
         if started:
             if run and is_first:
@@ -304,9 +301,10 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
                       f"{limits.max_new_tokens} a turn")
             engine = engine or make_engine
             if callable(engine):
-                engine = engine(model, slots=min(facts(model).decode_rows, len(started)),
-                                tokens=limits.max_tokens, temperature=temperature,
-                                stop_ids=frozenset().union(*(c.end_ids for c in chats.values())))
+                stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
+                slots = min(facts(model).decode_rows, len(started))
+                engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
+                                temperature=temperature)
             play_all(engine, started, run)
             if pay:
                 pay(list(started.values()))
@@ -317,11 +315,6 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
         run.played += len(trajectories)
     return without_too_long(trajectories, limits, or_raise=is_first)
-
-
-def decoded_here(model):
-    """Return the context in which this process plays the model. Servers have one of their own."""
-    return merged_to_decode(model.eval())
 
 
 def play_all(engine, agents: dict, run=None):
@@ -377,7 +370,6 @@ def rollout_options(config, run=None) -> dict:
             "engine": sampler_of(config, run), "pay": rewards_of(config), "run": run}
 
 
-# --------------------------------------------------------------------- episodes in numbers
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,
              step: int = -1, **options) -> dict:
     """Play the tasks with `rollout`; return what `summarise` and `pass_at_k` say of it.
@@ -385,12 +377,11 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     Step -1 draws the same random numbers in every evaluation, and those of no training step. An
     episode that its environment broke counts as a failure.
     """
-    if not tasks:
-        return {}
-    trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
-    if not trajectories:  # every prompt is too long
-        return {}
-    return summarise(trajectories) | pass_at_k(trajectories)
+    trajectories = []
+    if tasks:
+        trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
+    # There are none if every prompt is too long.
+    return summarise(trajectories) | pass_at_k(trajectories) if trajectories else {}
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -409,15 +400,14 @@ class Config(PlayFlags):
 
 
 def as_the_run(config: Config) -> Config:
-    """Take environment, tasks and dtype from the run that wrote the model, if no flag names them."""
+    """Take what no flag says from the run that wrote the model: environment, tasks, dtype."""
     written = Path(config.model_path, "config.yaml")
     run = {name: value for _, name, value in read_yaml(written)} if written.exists() else {}
-    # In sft.py and dpo.py the tasks stand beside other data.
-    run["dataset"] = run.get("tasks", run.get("dataset"))
+    run["dataset"] = run.get("tasks", run.get("dataset"))  # sft.py's dataset is other data
     for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
         if run.get(name) and getattr(config, name) in (None, "auto"):
             if name == "env" and ":" in run[name]:
-                # Data never chooses which code runs, and the folder may come from a stranger.
+                # Data never chooses which code runs.
                 raise UserError(f"{written}: the run played --env {run[name]}; give --env yourself")
             config = replace(config, **{name: run[name]})
     config = replace(config, env=config.env or "equations")
@@ -436,25 +426,22 @@ def command(config: Config):
         return chat(play, envs.load(config.env), tasks)
     # With step -1 the same seed gives the episodes of a run's evaluation.
     episodes = play(tasks, config.group_size, step=-1)
-    for t in episodes[:SHOWN]:
+    for t in episodes[:8]:
         print(transcript(t.to_json()), end="\n\n")
     for name, value in (summarise(episodes) | pass_at_k(episodes)).items():
         print(f"{name:24}{value:>10.6g}")
     if config.output:
-        lines = [to_json(t.to_json()) for t in episodes]
-        Path(config.output).write_text("".join(lines), encoding="utf-8")
+        Path(config.output).write_text("".join(to_json(vars(t)) for t in episodes), "utf-8")
 
 
 def chat(play, cls, tasks: list[dict]):
     """Play a task for every line that the user types, and print the episode. Ctrl-D ends."""
-    print("Each line is a task of its own; an empty one plays a task of the environment's.")
     with suppress(EOFError):
         for number in count():
-            text = input("Task: ")
+            text = input("Task (an empty line: one of the environment's): ")
             try:
                 task = cls._from_text(text) if text else tasks[number % len(tasks)]
-                [t] = play([task], step=number)
-                print(transcript(t.to_json()))
+                print(transcript(play([task], step=number)[0].to_json()))
             except (ValueError, AttributeError) as error:
                 print(f"[{error}]")
 
