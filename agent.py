@@ -30,7 +30,7 @@ from core.tool_calls import parse_tool_calls
 from core.engine import Row
 from core.model import DTYPES, facts
 from layers import episode_bar, has, load_model, make_engine, rewards_of, sampler_of, sessions
-from lora import merged_to_decode
+from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
@@ -281,7 +281,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     agents, groups, names = {}, {}, ",".join(classes)
     # Servers are told the policy; the engine of this process decodes with merged weights.
-    load_policy = getattr(engine, "load_policy", merged_to_decode)
+    load_policy = getattr(engine, "load_policy", merged)
     with load_policy(model.eval()), sessions(limits, run) as new_session:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", names)
