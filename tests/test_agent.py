@@ -33,7 +33,7 @@ from envs.calls import shorten, shortened
 from core.data import pass_at_k, summarise, transcript, without_faults
 from extras.serve import chat as talk
 from extras.show import traces
-from schooling import read_trajectories
+from episodes import read_trajectories
 from schooling import demonstrate
 from core.distributed import OneProcess
 from core.config import EnvironmentFault, UserError, main, mix
