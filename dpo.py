@@ -37,8 +37,8 @@ from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError,
                          main, nearest, options_for)
 from envs.tasks import RolloutFlags
 from core.run import Run
-from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
-                       without_faults)
+from core.data import data_sources, print_dropped, shuffled_batches, unusable, without_faults
+from envs.tasks import tasks_of
 
 import torch
 import torch.nn.functional as F
