@@ -14,10 +14,10 @@ from tqdm import tqdm
 from extras.data.demonstrations import (Conversation, Encoder, count_control_tokens, prompt_in,
                                      without_loss)
 from extras.data.imitation import draw
-from core.data import (as_messages, need, print_dropped, prompt_of, read_as, shift_and_scale,
-                       shuffled)
+from core.data import (as_messages, need, print_dropped, prompt_of,
+                       read_as, shift_and_scale, shuffled, to_json)
 from core.config import NO_BAR, UserError
-from extras.exact.files import write_json
+from core.run import write_whole
 
 
 # ----------------------------------------------------------------------------------------- reading
@@ -160,4 +160,5 @@ def write_pairs(run, learned, held_out):
             "group_id": chosen.group_id,
             "held_out": i >= len(learned),
         })
-    run.ranks.first(lambda: write_json(run.folder / "preference_pairs.json", rows))
+    path = run.folder / "preference_pairs.json"
+    run.ranks.first(lambda: write_whole(path, to_json(rows, indent=1)))
