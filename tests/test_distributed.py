@@ -20,7 +20,7 @@ from test_resume import place  # noqa: F401  (a fixture)
 
 from core import run
 from extras.exact.checkpoint import newest_checkpoint, read_state
-from core.distributed import OneProcess
+from core.run import OneProcess
 from extras.ranks import Ranks
 from extras.ranks import RankLost
 
@@ -289,7 +289,7 @@ def test_a_collective_that_a_lost_rank_would_leave_hanging_ends(monkeypatch):
 SILENT = """
 import os, time
 from datetime import timedelta
-from core import distributed
+from extras import ranks as distributed
 from extras import ranks
 from core.config import RankLost
 ranks.SILENCE = timedelta(seconds=3)
@@ -317,7 +317,7 @@ UNREACHED = """
 import os, time
 from datetime import timedelta
 import torch.distributed as dist
-from core import distributed
+from extras import ranks as distributed
 from extras import ranks
 from core.config import UserError
 ranks.CONNECT = timedelta(seconds=1)

@@ -21,7 +21,7 @@ from extras.exact.checkpoint import check_base, newest_checkpoint, prune, read_s
 from core.model import checkpoints
 from core.config import Stop, UserError
 from extras.exact.resuming import go_back
-from core.run import Run
+from layers import Run
 from layers import load_model
 
 

@@ -30,7 +30,7 @@ from schooling import demonstrate
 from core import run
 from extras.exact.checkpoint import _checksum, newest_checkpoint, read_state
 from core.model import base_of, checkpoints
-from core.run import Run
+from layers import Run
 from core.config import UserError, parse
 from core.data import to_json
 from extras.exact.output_folder import OutputFolder

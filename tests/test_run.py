@@ -28,7 +28,8 @@ from extras.exact.checkpoint import load_optimizer, newest_checkpoint, optimizer
 from core.config import Stop, UserError, mix, parse
 from core.data import finite, message_lines
 from core.model import steps_of
-from core.run import LOGGED_EPISODES, Run
+from core.run import LOGGED_EPISODES
+from layers import Run
 from extras.exact.process import Signals
 
 ROOT = Path(run.__file__).parent.parent

@@ -13,7 +13,7 @@ from envs.tasks import load_tasks
 from extras.exact.checkpoint import fingerprints
 from core.config import UserError
 from extras.exact.resuming import check_ingredients
-from core.run import Run
+from layers import Run
 from tests.agents import at_random, expert, play, repeating, silent
 
 LEVELS = {level: envs.with_options(Search, {"level": level}) for level in (1, 2, 3)}

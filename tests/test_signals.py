@@ -32,8 +32,8 @@ from extras.show.notes import Alarms, alarms
 from core.model import checkpoints
 from extras.exact.checkpoint import newest_checkpoint
 from core.config import options, Stop
-from core.distributed import OneProcess
-from core.run import Run
+from core.run import OneProcess
+from layers import Run
 from extras.exact.process import Signals
 from core.engine import Engine
 
