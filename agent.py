@@ -25,8 +25,8 @@ from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Row
 from core.model import facts
+from lora import merged
 from layers import episode_bar, make_engine, rewards_of, sampler_of, sessions
-from lora import merged_to_decode
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
@@ -332,7 +332,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
 def decoded_here(model):
     """Return the context in which this process plays the model. Servers have one of their own."""
-    return merged_to_decode(model.eval())
+    return merged(model.eval())
 
 
 def play_all(engine, agents: dict, run=None):

@@ -3,6 +3,7 @@
 Delete the folder extras/, one folder in it, or a line below: core's own takes its place, with the
 same signature, and every program runs and learns without that layer.
 """
+from functools import partial
 from pathlib import Path
 
 from core.config import LayerFlags, episode_bar
@@ -31,6 +32,10 @@ if has("ranks"):
     parts.append(Shared)
 if parts:
     Run = type("Run", tuple(parts), {"__doc__": Run.__doc__})
+if has("adapters"):
+    import extras.adapters  # noqa: F401  fills envs.ADAPTERS
+if has("sandbox"):
+    import extras.sandbox  # noqa: F401  fills envs.ENVS and envs.TOOLS
 if has("isolate"):
     from extras.isolate import sessions  # noqa: F811
 if has("data"):
@@ -53,8 +58,12 @@ if has("exact"):
     load_model = sealed(load_model)
 if has("models"):
     import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
+    from extras.models import make_engine
     from extras.models.probe import probed
     load_model = probed(load_model)
+if has("fast"):
+    from extras import fast
+    make_engine = partial(fast.make_engine, make=make_engine)
 
 __all__ = ["LayerFlags", "Run", "episode_bar", "load_model", "make_engine", "rewards_of",
            "sampler_of", "sessions"]

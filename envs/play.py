@@ -129,4 +129,6 @@ def run(command, doc: str):
 
 
 if __name__ == "__main__":
+    # Environments of other packages, and readers of tables. No module of this folder imports it.
+    import layers  # noqa: F401
     run(command, __doc__)

@@ -15,7 +15,7 @@ from test_resume import ENVIRONMENT, Killed, assert_equal, config, place, stoppe
 import grpo
 import sft
 from agent import Trajectory
-from extras.data.demonstrations import read_trajectories
+from schooling import read_trajectories
 from extras.exact import checkpoint, output_folder
 from extras.exact.checkpoint import check_base, newest_checkpoint, prune, read_state
 from core.model import checkpoints

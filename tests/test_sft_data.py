@@ -21,10 +21,9 @@ from agent import Episode, Limits, Trajectory
 from core.data import collate
 from envs.prompts import Prompts
 from envs.prompts import opening
-from extras.data import imitation
 from extras.data.demonstrations import messages_in
 from schooling import demonstrate
-from extras.data.imitation import read_split
+from sft import read_split
 from extras.data.pairs import preference
 from envs.tasks import load_tasks, recorded_env
 from extras.isolate import Session, Watch
@@ -50,7 +49,7 @@ FAMILIES = ["tiny", "hermes", "chatml", "thinking", "opens", "glm", "gptoss", "g
 
 @pytest.fixture(autouse=True)
 def all_held_out(monkeypatch):
-    monkeypatch.setattr(imitation, "HELD_OUT", 100)
+    monkeypatch.setattr(sft, "HELD_OUT", 100)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
 """This process: the signals that end it, and its memory."""
-import ctypes
 import errno
 import os
 import re
@@ -98,15 +97,6 @@ def is_disk_full(error):
     """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
     number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
     return number is not None and int(number[1]) in DISK_FULL
-
-
-def give_back_memory():
-    """Return freed memory to the system.
-
-    glibc would keep it, and the peaks of rollout and update would add up.
-    """
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_out_of_memory(error):

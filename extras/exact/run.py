@@ -8,12 +8,12 @@ import shlex
 import sys
 
 import core.run
-import envs
 from core.config import Stop, code_flags, options, printable, say
 from core.data import to_json
 from core.run import set_aside, write_whole
 from extras.exact.checkpoint import (RESTORED, check_room, fingerprints, ingredients, prune,
                                      seal)
+from extras.exact.environments import data_of, sources
 from extras.exact.files import sync
 from extras.exact.output_folder import OutputFolder
 from extras.exact.process import Signals
@@ -79,9 +79,9 @@ class Run(core.run.Run):
 
     def ingredients(self):
         plays = hasattr(self.config, "env")
-        sources = envs.sources(self.config) if plays else []
-        data = envs.data_of(self.config) if plays else []
-        return ingredients(self.config, sources, data, self.program, self.folder / "base")
+        code = sources(self.config) if plays else []
+        data = data_of(self.config) if plays else []
+        return ingredients(self.config, code, data, self.program, self.folder / "base")
 
     def begin(self):
         """Take the folder. From then on there is a command that continues the run."""

@@ -13,12 +13,13 @@ import time
 from functools import partial
 from os.path import commonprefix
 
+from agent import make_engine
 from core.data import members
 from core.model import facts, read_settings
 from core.engine import Engine, Row
-from core.sampling import sample
+from extras.fast.sampling import sample
 from extras.fast.static_engine import slots_that_fit
-from lora import adapt, adapted_forward, adapters, merged_to_decode
+from lora import adapt, adapted_forward, adapters, merged
 from extras.serve.requests import BASE, Refusal
 
 SECONDS = 600  # until a request must have been answered
@@ -195,10 +196,11 @@ class Player:
     def run(self):
         """Decode until the process ends."""
         while True:
-            with merged_to_decode(self.model):
+            with merged(self.model):
                 most = facts(self.model).decode_rows
-                self.engine = SharedEngine(
-                    self.model, slots=slots_that_fit(self.model, self.tokens, most))
+                self.engine = make_engine(
+                    self.model, tokens=self.tokens, kind=SharedEngine,
+                    slots=slots_that_fit(self.model, self.tokens, most))
                 # A cache that grows is copied, and on a CPU its free slots become memory as well.
                 self.engine.cache.reserve(self.tokens)
                 self.enter()
