@@ -134,7 +134,7 @@ def test_a_run_is_not_resumed_on_other_documents(tmp_path):
 
     def ingredients():
         config = grpo.settle(grpo.Config(env="equations,search", env_options=f"corpus={tmp_path / 'docs'}", output_dir=str(tmp_path / "run")))
-        return Run(config, "grpo", envs)._ingredients()
+        return Run(config, "grpo").ingredients()
     began = fingerprints(ingredients())
     (tmp_path / "docs" / ".DS_Store").write_text("Finder")
     check_ingredients(began, ingredients())
