@@ -22,12 +22,6 @@ class Run(core.run.Run):
 
     def __init__(self, config, algorithm):
         super().__init__(config, algorithm)
-        plays = hasattr(config, "env")
-        self.has_expert = plays and envs.has_expert(config.env)
-        self.has_tools = plays and any(
-            envs.tools(envs.load(name)) for name in envs.names_of(config.env))
-        self.alarms = Alarms(options(type(config)), self.has_expert)
-        self.listeners.append(self.warn)
         if self.finished:
             self.finished = self.ranks.first(self.result_to_show)
 
@@ -43,6 +37,11 @@ class Run(core.run.Run):
 
     # ------------------------------------------------------------------------------- before a step
     def load(self, model, tokenizer, optimizer, total):
+        names = envs.names_of(getattr(self.config, "env", None))
+        self.has_expert = all(map(envs.has_expert, names))
+        self.has_tools = any(envs.tools(envs.load(name)) for name in names)
+        self.alarms = Alarms(options(type(self.config)), self.has_expert)
+        self.listeners.append(self.warn)
         first = super().load(model, tokenizer, optimizer, total)
         notes = idle_notes(self.config)
         if first:
