@@ -47,8 +47,7 @@ from tqdm import tqdm
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
 from core.data import collate
-from schooling import read_trajectories
-from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
+from episodes import longer, make_pairs, read_trajectories, split_pairs, write_pairs
 from envs.tasks import drop_seen, train_and_held_out, with_env
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import token_logprobs
@@ -318,6 +317,7 @@ def settle(config: Config) -> Config:
 def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
     """Return the pairs of the given files, or [] if none are given: they are then played."""
     if config.dataset:
+        from extras.data.pairs import read_pairs
         return read_pairs(config, tokenizer)
     if not config.trajectories:
         return []

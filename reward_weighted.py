@@ -40,7 +40,7 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
 from core.data import collate
-from schooling import read_trajectories
+from episodes import read_trajectories
 from envs.tasks import drop_seen, recorded_env, train_and_held_out
 from core.model import adamw, is_tiny, scheduled
 from core.logprobs import token_logprobs

@@ -33,7 +33,7 @@ from envs.calls import shorten, shortened
 from core.data import pass_at_k, summarise, transcript, without_faults
 from extras.serve import chat as talk
 from extras.show import traces
-from schooling import read_trajectories
+from episodes import read_trajectories
 from schooling import demonstrate
 from core.run import OneProcess
 from core.config import EnvironmentFault, UserError, main, mix
@@ -1277,3 +1277,33 @@ def test_another_agent_plays_without_a_change_of_this_file():
     assert [t.info["success"] for t in episodes] == [True] * 6 and all(t.info["left"] and 0 < sum(t.loss_mask) <= 4 for t in episodes)
     assert [t.group_id for t in episodes] == ["0-0"] * 3 + ["0-1"] * 3
     check_logprobs(MODEL, episodes)
+
+
+def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_path, capsys):
+    output = tmp_path / "episodes.jsonl"
+    config = agent.Config(num_tasks=3, group_size=2, output=str(output), max_new_tokens=4)
+    agent.command(config)
+    out = capsys.readouterr().out
+    episodes = [Trajectory.from_json(json.loads(line)) for line in output.read_text().splitlines()]
+    assert len(episodes) == 6 and out.count("[max_new_tokens; ") == 6 and re.search(r"^pass@2 +0$", out, re.M)
+    with pytest.raises(UserError, match="there is a file of this name"):
+        agent.command(config)
+    typed = iter(["2x = 4", "", "what"])
+
+    def answer(question):
+        for line in typed:
+            return line
+        raise EOFError
+    monkeypatch.setattr("builtins.input", answer)
+    agent.command(agent.Config(max_new_tokens=4))
+    out = capsys.readouterr().out
+    assert "User: Solve for x: 2x = 4\n" in out and out.count("User: ") == 2 and "['what' is not an equation" in out
+
+
+def test_the_command_takes_what_the_run_played(tmp_path):
+    (tmp_path / "config.yaml").write_text("env: gsm8k\ndataset: pairs.jsonl\ntasks: tasks.jsonl\ndtype: float32\n")
+    config = agent.as_the_run(agent.Config(model_path=str(tmp_path)))
+    assert (config.env, config.dataset, config.dtype, config.max_new_tokens) == ("gsm8k", "tasks.jsonl", "float32", 512)
+    (tmp_path / "config.yaml").write_text("env: mine.py:Mine\n")
+    with pytest.raises(UserError, match="the run played --env mine.py:Mine; give --env yourself"):
+        agent.as_the_run(agent.Config(model_path=str(tmp_path)))

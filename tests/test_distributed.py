@@ -31,7 +31,7 @@ import os
 import sys
 from pathlib import Path
 import dpo, grpo, reward_weighted, sft
-from schooling import read_trajectories
+from episodes import read_trajectories
 place, out = map(Path, sys.argv[1:])
 common = dict(model_path=str(place / "base"), env="equations", max_samples=200, max_steps=1, learning_rate=1e-3, max_grad_norm=1e9,
               eval_tasks=0, lora_r=2, lora_dropout=0.25)

@@ -12,7 +12,7 @@ import grpo
 import reward_weighted
 import sft
 from extras.serve import chat as talk
-from schooling import read_trajectories
+from episodes import read_trajectories
 from layers import Run
 from core.tiny import make_tiny
 

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import time
-from functools import partial
 from pathlib import Path
 
 import programs
@@ -12,7 +11,7 @@ import pytest
 import torch
 from lora_helpers import load, logits_of, peft_base, randomise, train_steps
 from safetensors.torch import load_file, save_file
-from saving import training
+from saving import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 import lora

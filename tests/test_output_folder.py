@@ -15,7 +15,7 @@ from test_resume import ENVIRONMENT, Killed, assert_equal, config, place, stoppe
 import grpo
 import sft
 from agent import Trajectory
-from schooling import read_trajectories
+from episodes import read_trajectories
 from extras.exact import checkpoint, output_folder
 from extras.exact import run as exact_run
 from core.run import algorithm_of

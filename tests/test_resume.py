@@ -26,7 +26,7 @@ import reward_weighted
 import sft
 from agent import Limits, rollout
 from envs.tasks import load_tasks
-from schooling import read_trajectories
+from episodes import read_trajectories
 from schooling import demonstrate
 from core import run
 from extras.exact.checkpoint import _checksum, newest_checkpoint, read_state

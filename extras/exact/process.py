@@ -92,7 +92,7 @@ class Signals:
             return Stop(f"out of memory: {first_line(error)}; {fits}{notes}", 1)
 
 
-# ------------------------------------------------------------------------------- memory and the disk
+# ------------------------------------------------------------------------------ memory and the disk
 def is_disk_full(error):
     """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
     number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
