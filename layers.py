@@ -57,8 +57,7 @@ if has("exact"):
     from extras.exact.loading import sealed
     load_model = sealed(load_model)
 if has("models"):
-    import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
-    from extras.models import make_engine
+    from extras.models import make_engine  # which also fills the tables of core/tool_calls.py
     from extras.models.probe import probed
     load_model = probed(load_model)
 if has("fast"):
