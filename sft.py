@@ -26,10 +26,9 @@ from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
 from envs.tasks import EnvironmentFlags
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          imitation_learning_rate, main, options_for)
-from core.run import Run
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -183,7 +182,7 @@ def train(config: Config) -> dict:
     if config.dataset:  # first, so that a bad row is refused at once
         from extras.data.demonstrations import read_dataset
         conversations = read_dataset(config)
-    run = Run(config, "sft", envs)  # the output folder: logs, checkpoints, result
+    run = Run(config, "sft")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))

@@ -35,7 +35,7 @@ from extras.serve import chat as talk
 from extras.show import traces
 from episodes import read_trajectories, trajectory_of
 from schooling import demonstrate
-from core.distributed import OneProcess
+from core.run import OneProcess
 from core.config import EnvironmentFault, UserError, main, mix
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls

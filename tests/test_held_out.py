@@ -13,7 +13,7 @@ import reward_weighted
 import sft
 from extras.serve import chat as talk
 from episodes import read_trajectories
-from core.run import Run
+from layers import Run
 from core.tiny import make_tiny
 
 

@@ -12,9 +12,8 @@ from extras.exact.checkpoint import newest_checkpoint
 from core.data import lines_of, read_json, transcript, whole
 from core.config import UserError, prepare_streams, read_yaml, reading
 from envs.corpus import beginning
-from extras.exact.files import replace_file
-from extras.show.notes import headline, log_rows, wilson
-from extras.exact.output_folder import CONFIG, EPISODES, algorithm_of
+from core.run import CONFIG, EPISODES, algorithm_of, headline, write_whole
+from extras.show.notes import log_rows, wilson
 from extras.show.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
@@ -86,7 +85,7 @@ def write_html(name):
     """
     path = Path(name)
     output = path / "report.html" if path.is_dir() else path.with_suffix(".html")
-    replace_file(output, whole(page(path)))
+    write_whole(output, whole(page(path)))
     return output
 
 
