@@ -6,9 +6,10 @@ from tqdm import tqdm
 
 import envs
 from core.config import NO_BAR, UserError, reading
-from core.data import is_held_out, need, read_data, shuffled
+from core.data import read_data, shuffled
 from envs.options import read_cells
 from envs.prompts import opening
+from envs.tasks import is_held_out, need
 
 needed = cache(envs.needed)  # a file may have a million rows
 
@@ -28,7 +29,7 @@ def tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list
                 row = read_cells(cls.reset, row)
             in_split = is_whole or is_held_out(row) == (split == "test")
             # Rows of the other split are checked as well.
-            task = _as_task(cls, row)
+            task = as_task(cls, row)
         if in_split and task is None:
             dropped["rows have nothing that can be played"] += 1
         elif in_split:
@@ -57,7 +58,7 @@ def env_of(row: dict, names: list[str]) -> str:
     raise ValueError(f'"env" must be one of --env {",".join(names)}, not {wanted!r:.60}')
 
 
-def _as_task(cls, row: dict) -> dict | None:
+def as_task(cls, row: dict) -> dict | None:
     """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
     required = needed(cls.reset)
     hint = (f"rows are read as tasks of {cls.__name__}; --fields renames columns; "

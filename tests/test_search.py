@@ -14,7 +14,7 @@ from envs.tasks import load_tasks
 from extras.exact.checkpoint import fingerprints
 from core.config import UserError
 from extras.exact.resuming import check_ingredients
-from core.run import Run
+from layers import Run
 from tests.agents import at_random, expert, play, repeating, silent
 
 LEVELS = {level: envs.with_options(Search, {"level": level}) for level in (1, 2, 3)}
@@ -135,7 +135,7 @@ def test_a_run_is_not_resumed_on_other_documents(tmp_path):
 
     def ingredients():
         config = grpo.settle(grpo.Config(env="equations,search", env_options=f"corpus={tmp_path / 'docs'}", output_dir=str(tmp_path / "run")))
-        return Run(config, "grpo", envs)._ingredients()
+        return Run(config, "grpo").ingredients()
     began = fingerprints(ingredients())
     (tmp_path / "docs" / ".DS_Store").write_text("Finder")
     check_ingredients(began, ingredients())
