@@ -1,4 +1,4 @@
-"""lora.py and lora.py: what a path means, saving, merging, and what is refused."""
+"""core/model.py and lora.load_model: what a path means, saving, merging, and what is refused."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import shutil
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import programs
 import pytest
@@ -32,7 +33,9 @@ def save_checkpoint(model, folder, step):
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("seed: 1\n")
     state = dict(step=step, algorithm="grpo", scores={}, before={}, seconds=0.0, planned=None, bad=0, made_of={}, lines={}, unlogged=None)
-    write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", training(partial(save_model, model)), state)
+    run = SimpleNamespace()
+    run.tokenizer, run.optimizer = training(run, partial(save_model, model))
+    write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", run, state)
 
 
 def test_the_tiny_model_is_known_by_its_config_wherever_it_was_saved(tmp_path):
