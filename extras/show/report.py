@@ -9,11 +9,11 @@ from html import escape
 from pathlib import Path
 
 from extras.exact.checkpoint import newest_checkpoint
-from core.data import json_rows, lines_of, read_json, transcript, whole
+from core.data import lines_of, read_json, transcript, whole
 from core.config import UserError, prepare_streams, read_yaml, reading
 from envs.corpus import beginning
 from core.run import CONFIG, EPISODES, algorithm_of, headline, write_whole
-from extras.show.notes import wilson
+from extras.show.notes import log_rows, wilson
 from extras.show.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
@@ -75,7 +75,7 @@ def result_of(folder):
 def logs_of(folder):
     """Return the rows of each log of an output folder."""
     paths = [path for path in (folder / "metrics.jsonl", folder / "timing.jsonl") if path.exists()]
-    return [[row for _, row in json_rows(path, is_log=True)] for path in paths]
+    return [[row for _, row in log_rows(path)] for path in paths]
 
 
 def write_html(name):
@@ -137,7 +137,7 @@ def chosen_episodes(file):
     lines = sum(1 for _ in lines_of(file))
     n = min(lines, MAX_EPISODES)
     wanted = {round(i * lines / n) for i in range(1, n + 1)}
-    return reversed(list(json_rows(file, wanted, is_log=True)))
+    return reversed(list(log_rows(file, wanted)))
 
 
 def load_tokenizer(folder):
