@@ -32,13 +32,11 @@ from itertools import chain
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          main, nearest, options_for)
-from envs.tasks import RolloutFlags
-from core.run import Run
-from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
-                       without_faults)
+from core.data import data_sources, print_dropped, shuffled_batches, unusable, without_faults
+from envs.tasks import RolloutFlags, tasks_of
 
 import torch
 import torch.nn.functional as F
@@ -401,7 +399,7 @@ def train(config: Config) -> dict:
     config = settle(config)
     is_given = config.dataset or config.trajectories  # pairs, or episodes to pair
     tasks, test_tasks = train_and_held_out(config, 0 if is_given else config.num_tasks)
-    run = Run(config, "dpo", envs)  # the output folder: logs, checkpoints, result
+    run = Run(config, "dpo")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))

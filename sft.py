@@ -26,17 +26,17 @@ from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
 from envs.tasks import EnvironmentFlags
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          imitation_learning_rate, main, options_for)
-from core.run import Run
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import evaluate, rollout_options
-from core.data import batches_of_like_length, collate, print_dropped, prompt_of, tasks_of
+from core.data import batches_of_like_length, collate, print_dropped, prompt_of
+from envs.tasks import tasks_of
 from core.logprobs import token_logprobs
 from core.model import adamw, is_tiny, scheduled, steps_of
 from envs.tasks import drop_seen, tasks_for, with_env
@@ -182,7 +182,7 @@ def train(config: Config) -> dict:
     if config.dataset:  # first, so that a bad row is refused at once
         from extras.data.demonstrations import read_dataset
         conversations = read_dataset(config)
-    run = Run(config, "sft", envs)  # the output folder: logs, checkpoints, result
+    run = Run(config, "sft")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))

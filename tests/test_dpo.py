@@ -20,7 +20,7 @@ from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
 from schooling import demonstrate
 from core.data import prompt_of
-from core.distributed import join
+from extras.ranks import join
 from core.config import UserError
 from layers import load_model
 from core.tiny import make_tiny

@@ -19,7 +19,7 @@ from envs.tasks import tasks_for
 from envs.tasks import PlayFlags
 from core.config import Stop, UserError, convert, fill, flag, main, mix, options, printable
 from core.data import message_lines
-from extras.exact.output_folder import algorithm_of
+from core.run import algorithm_of
 from core.chat import Chat
 from core.engine import Row
 from core.model import DTYPES
