@@ -15,21 +15,22 @@ from importlib import import_module
 from itertools import chain, product
 
 # Imported before torch: it sets how torch's threads wait.
-from core.errors import EnvironmentFault, UserError
+from core.config import UserError, mix
 from core.bars import EpisodeBar
-from core.episodes import is_finite, pass_at_k, problem, summarise, without_too_long
-from core.seeds import mix
+from core.data import is_finite, pass_at_k, problem, summarise, without_too_long
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+import envs
 from envs import Limits, limits_of, options_of, rewards_of
 from envs.calls import shortened
-from envs.session import Session, Watch, load_environments
+from envs.session import EpisodeFault, Session
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
-from core.engine import Row, make_engine
+from core.engine import Row
 from extras.memory.techniques import facts, techniques_of
+from layers import make_engine, sessions
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
@@ -85,7 +86,7 @@ def ends_on_fault(method):
     def wrapped(self, *arguments):
         try:
             method(self, *arguments)
-        except EnvironmentFault as fault:
+        except EpisodeFault as fault:
             self.fail(str(fault))
     return wrapped
 
@@ -193,7 +194,7 @@ class Episode:
         t = self.trajectory
         self.calling = False
         results = self.session.results()
-        t.info["timeouts"] = int(self.session.stuck)
+        t.info["timeouts"] = int(self.session.timed_out)
         left = self.limits.max_tool_tokens - self.tool_tokens
         texts = [text for text, _, _ in results]
         texts, ids = shortened(texts, self.limits.max_tool_text, left, self.tokens_of)
@@ -254,6 +255,22 @@ class Episode:
 
 
 # ------------------------------------------------------------------------------ many episodes
+def load_environments(tokenizer, env_names, generation_config, env_options) -> tuple[dict, dict]:
+    """Return the class and the Chat of every environment, by its name.
+
+    They are those that the caller names: data never chooses which code runs. `env_options` are
+    what `envs.options_of` returns.
+    """
+    classes = {name: envs.with_options(envs.load(name), env_options)
+               for name in envs.names_of(env_names)}
+    try:
+        chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
+                 for name, cls in classes.items()}
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return classes, chats
+
+
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
             top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
@@ -276,24 +293,23 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     others, it raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
     """
     began = time.monotonic()
-    is_first = run is None or not (run.watch or run.checkpoint)
+    is_first = run is None or not (run.played or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     episodes, groups, names = {}, {}, ",".join(classes)
     load_policy = getattr(engine, "load_policy", decoded_here)
-    with load_policy(model), Watch(limits.tool_timeout, run) as watch:
+    with load_policy(model), sessions(limits, run) as new_session:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", names)
             if name not in classes:
                 raise UserError(f"a task names environment {name!r}, which is none of {names}")
-            session = Session(watch, name, classes[name], tasks[i])
+            session = new_session(name, classes[name], tasks[i])
             episode = Episode(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
             prompt = episode.trajectory.token_ids
             group = groups.setdefault(tuple(prompt), len(groups))
             row_seed = mix(seed, step, first_task + i, sample)
             episodes[Row(prompt, group=group, seed=row_seed, limit=episode.turn_budget)] = episode
-            watch.check_abandoned()
         started = {row: episode for row, episode in episodes.items() if episode.can_take_turn}
         if started:
             stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
@@ -306,13 +322,12 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
                 print(f"playing {len(started)} episodes: at most {limits.max_tokens} tokens each, "
                       f"{limits.max_new_tokens} a turn")
             play_all(engine, started, run, on_end, rewards)
-    watch.check()
     trajectories = [episode.trajectory for episode in episodes.values()]
     if run:
         trajectories = list(chain(*run.ranks.gather(trajectories)))
         run.rollout_seconds += time.monotonic() - began
         run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
-        run.watch = watch
+        run.played += len(trajectories)
     return without_too_long(trajectories, limits, or_raise=is_first)
 
 
@@ -363,7 +378,6 @@ def play_turns(engine, episodes: dict, run=None, on_end=None):
 
 def next_turn(engine, row, episode, on_end):
     """Let the row sample its next turn, or leave the engine if the episode has ended."""
-    episode.session.watch.check_abandoned()
     if episode.trajectory.stop_reason:
         engine.release(row)
         if on_end:

@@ -32,13 +32,11 @@ from itertools import chain
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.bars import NO_BAR
-from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill,
-                         flag, nearest, preference_learning_rate)
+from core.config import (MemoryFlags, ModelFlags, NO_BAR, RolloutFlags, RunFlags, TrainingFlags,
+                         UserError, auto, fill, flag, main, nearest, preference_learning_rate)
 from core.run import Run
-from core.errors import UserError
-from core.program import main
-from core.episodes import print_dropped, unusable, without_faults
+from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
+                       without_faults)
 
 import torch
 import torch.nn.functional as F
@@ -49,11 +47,9 @@ import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from extras.data.demonstrations import read_trajectories
 from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
-from core.tasks import drop_seen, tasks_of, train_and_held_out, with_env
-from core.data import data_sources
+from envs.tasks import drop_seen, train_and_held_out, with_env
 from core.adapter_files import TrainingState, adamw
 from core.loading import is_tiny, load_model, model_options
-from core.batches import shuffled_batches
 from core.logprobs import token_logprobs
 from lora import merged
 from sft import teach_tiny

@@ -25,22 +25,18 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                         check_accumulation, fill, flag)
+from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, UserError,
+                         auto, check_accumulation, fill, flag, main)
 from core.run import Run
-from core.errors import UserError
-from core.program import main
-from core.episodes import members, unusable
+from core.data import cheapest_order, collector, group_shares, members, per_token, unusable
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import collate, evaluate, rollout, rollout_options
-from core.groups import collector, group_shares
-from core.tasks import train_and_held_out
+from envs.tasks import train_and_held_out
 from core.adapter_files import TrainingState, adamw
-from core.batches import cheapest_order, per_token
 from core.loading import is_tiny, load_model, model_options
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged, reference

@@ -3,8 +3,15 @@
 Delete the folder extras/, one folder in it, or a line below: core's own takes its place, with the
 same signature, and every program runs and learns without that layer.
 """
+from pathlib import Path
+
 from core.engine import make_engine
 from core.loading import load_model
 from core.run import Run
+from envs.session import sessions
 
-__all__ = ["Run", "load_model", "make_engine"]
+# PyPI has a package "extras", too.
+if Path(__file__).parent.joinpath("extras/isolate").is_dir():
+    from extras.isolate import sessions  # noqa: F811
+
+__all__ = ["Run", "load_model", "make_engine", "sessions"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
-from core.errors import UserError
+from core.config import UserError
 from extras.exact.process import give_back_memory
 
 import torch

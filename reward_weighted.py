@@ -26,13 +26,12 @@ from functools import partial
 from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill,
-                         flag, imitation_learning_rate)
+from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, UserError,
+                         auto, fill, flag, imitation_learning_rate, main)
 from core.run import Run
-from core.errors import UserError
-from core.program import main
-from core.episodes import (members, played_shares, print_dropped, shift_and_scale, unusable,
-                           without_faults)
+from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
+                       shift_and_scale, shuffled_batches, tasks_of, turn_index, unusable,
+                       without_faults)
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -40,9 +39,8 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from extras.data.demonstrations import read_trajectories
-from core.tasks import draw_tasks, drop_seen, recorded_env, tasks_of, train_and_held_out
+from envs.tasks import drop_seen, recorded_env, train_and_held_out
 from core.adapter_files import TrainingState, adamw
-from core.batches import cheapest_order, per_token, shuffled_batches, turn_index
 from core.loading import is_tiny, load_model, model_options
 from core.logprobs import token_logprobs
 from lora import merged

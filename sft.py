@@ -27,9 +27,8 @@ from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
 from core.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto,
-                         fill, flag, imitation_learning_rate)
+                         fill, flag, imitation_learning_rate, main)
 from core.run import Run
-from core.program import main
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -37,9 +36,9 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import collate, evaluate, rollout_options
 from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
-from core.tasks import with_env
+from envs.tasks import with_env
 from core.adapter_files import TrainingState, adamw
-from core.batches import batches_of_like_length
+from core.data import batches_of_like_length
 from core.loading import is_tiny, load_model, merge, model_options
 from core.logprobs import token_logprobs
 

@@ -20,10 +20,9 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from core.data import json_rows, read_yaml, reading, whole  # noqa: E402
-from core.episodes import transcript  # noqa: E402
-from core.errors import UserError, printable  # noqa: E402
-from core.files import replace_file  # noqa: E402
+from core.data import json_rows, transcript
+from core.config import UserError, printable, read_yaml, reading, whole
+from extras.exact.files import replace_file  # noqa: E402
 from extras.exact.output_folder import CONFIG, EPISODES  # noqa: E402
 from extras.show.curves import number  # noqa: E402
 from extras.show.report import logs_of, program_of, result_of, wilson  # noqa: E402

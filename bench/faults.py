@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fault_inputs  # noqa: E402
 
 from extras.exact.checkpoint import newest_checkpoint, read_state  # noqa: E402
-from core.errors import UserError  # noqa: E402
+from core.config import UserError  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "faults.json"

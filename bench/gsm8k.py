@@ -178,7 +178,7 @@ def talk(args, name):
 # -------------------------------------------------------------------------------------------------------------- figures
 def figures(args, name):
     """Return what the episodes of a tested model show, or None if they are not played yet."""
-    from core.episodes import pass_at_k, summarise
+    from core.data import pass_at_k, summarise
     files = [args.out / f"{name}_{mode}.jsonl" for mode in ("sampled", "greedy")]
     if not all(map(is_played, files)):
         return None

@@ -94,7 +94,8 @@ def ending_environment():
 
 def task_rows(seed, steps) -> list[dict]:
     """Return the tasks of all steps as grpo.py draws them, as rows for TRL."""
-    from core.tasks import draw_tasks, load_tasks
+    from core.data import draw_tasks
+    from envs.tasks import load_tasks
     from envs.equations import Equations
     tasks = load_tasks("equations", "train", 10_000, seed)
     rows = []
@@ -233,7 +234,8 @@ def plain(name) -> str:
 
 def our_gradient(model, tokenizer, config):
     """Return the episodes of a step and its loss; its gradient stays in the model."""
-    from core.tasks import draw_tasks, load_tasks
+    from core.data import draw_tasks
+    from envs.tasks import load_tasks
     import grpo
     from agent import collate, rollout, rollout_options
     from core.logprobs import token_logprobs

@@ -46,7 +46,7 @@ def exam(model, tokenizer, tasks=TASKS) -> dict:
     The tasks are the same for every run, and so are the seeds that their episodes are sampled with.
     """
     import envs
-    from core.tasks import load_tasks
+    from envs.tasks import load_tasks
     from agent import Limits, evaluate
     limits = Limits(**envs.limits("equations"))
     held_out = load_tasks("equations", "test", tasks, 0)

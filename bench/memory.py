@@ -24,8 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.budget import MIB, Workload, measure  # noqa: E402
-from core.command_line import parse  # noqa: E402
-from core.errors import UserError  # noqa: E402
+from core.config import UserError, parse
 from core.loading import model_options  # noqa: E402
 from extras.memory.techniques import SETTINGS, techniques  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402

@@ -26,7 +26,7 @@ SHUFFLED = """
 import random, sys
 import grpo
 from core import groups
-from core.program import main
+from core.config import main
 whole = groups.shift_and_scale
 def shuffled(trajectories, scaling, bias):
     whole(trajectories, scaling, bias)

@@ -165,7 +165,7 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     from agent import Trajectory, collate
     from grpo import Config, Counts, group_advantages, total_loss
     from bench.completions import generate
-    from core.batches import cheapest_order
+    from core.data import cheapest_order
     from core.logprobs import token_logprobs
     from core.engine import make_engine
     from lora import merged

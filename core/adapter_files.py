@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from core.data import read_json, reading
-from core.errors import UserError
+from core.data import read_json
+from core.config import UserError, reading
 from extras.memory.techniques import PLAIN, facts, techniques_of
 from core.model_files import read_model
 from core.tiny import make_tiny

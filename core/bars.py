@@ -1,14 +1,7 @@
-"""Progress bars, which only a terminal gets, and the lines that are printed above them."""
-import os
-from functools import cache
-
+"""The progress bar of episodes, and durations in words. Only a terminal gets a bar."""
 from tqdm import tqdm
 
-# tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
-NO_BAR = os.environ.get("RANK", "0") != "0" or None
-say = tqdm.write  # above the bars that are shown
-# A data set may be read once for each split, and a prompt is rendered for each episode.
-say_once = cache(say)
+from core.config import NO_BAR
 
 
 def duration(seconds):

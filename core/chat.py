@@ -9,7 +9,7 @@ import os
 import re
 from typing import NamedTuple
 
-from core.bars import say_once
+from core.config import say_once
 from core.template import Template
 from core.tool_calls import parse_tool_calls
 

@@ -1,24 +1,32 @@
 """Configs are dataclasses of flags: `seed: int = flag(0, "seed of everything random", low=0)`.
 
-Here are also the flags that all algorithms share, as dataclass parents, and the check of a config's
-values.
+A config is read from the command line and from YAML files: defaults < `--config file.yaml` <
+command line. argparse does the parsing. Added here are YAML files, errors of one line, --no_x for a
+switch x, and a proposal where a name is unknown. Of a flag given twice the last one wins: a script
+may end in $@. Here are also the flags that all algorithms share, as dataclass parents, the errors
+that end a program with one line, and `main`, which a program calls.
 """
+import argparse
 import dataclasses
 import difflib
+import functools
+import hashlib
 import importlib
 import inspect
 import json
 import operator
 import os
 import re
+import shlex
+import sys
 import typing
 from collections import ChainMap
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from core.data import LISTS
-from core.errors import UserError, beginning
+from tqdm import tqdm
 
 # Permissions for one call: a file neither gives nor repeats them.
 ONCE = ("overwrite", "resume", "unsafe_code")
@@ -33,6 +41,148 @@ BOUNDS = (
     ("high", "at most", operator.le),
     ("above", "greater than", operator.gt),
 )
+TABLES = "extras.data.tables"  # a run without data files needs no reader of them
+LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
+METAVARS = {int: "N", float: "X", str: "TEXT", bool: "false"}
+# A flag of ours, and the names that TRL, transformers, PEFT, verl and OpenRLHF give to it.
+LINES = Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines()
+SYNONYMS = dict(line.split(": ") for line in LINES)
+# Control characters but newline and tab, marks that reverse writing, and lone surrogates.
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
+NO_BAR = os.environ.get("RANK", "0") != "0" or None
+say = tqdm.write  # above the bars that are shown
+# A data set may be read once for each split, and a prompt is rendered for each episode.
+say_once = cache(say)
+
+
+# ------------------------------------------------------------------------------------------ errors
+def printable(text: str) -> str:
+    r"""Return the text with control characters spelled out, the escape character as \x1b.
+
+    Everything that data or a model wrote is printed through this function, because a terminal obeys
+    escape sequences: OSC 52 overwrites the clipboard of the reader. Newlines and tabs stay.
+    """
+    return UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+def first_line(error) -> str:
+    """Return the first line of an exception's message, at most 200 characters of it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def beginning(text: str, limit: int) -> str:
+    """Return the beginning of a text as one line of at most `limit` characters.
+
+    It is cut at a space, but not in the first half: Chinese, Thai and paths have none.
+    """
+    text = " ".join(text.split())
+    head = text[:limit - 5]
+    return text if len(text) <= limit else head[:head.rfind(" ", limit // 2)] + " [...]"
+
+
+class Printable(BaseException):
+    """An exception whose first argument is its message, shown as `printable` text.
+
+    `code` is the exit status of a program that it ends.
+    """
+
+    def __str__(self):
+        return printable(str(self.args[0]))
+
+
+class UserError(Printable, ValueError):
+    """What the user can fix. `main` prints the message, which says how, and no traceback."""
+
+    code = 2
+
+
+class Stop(Printable):
+    """Ends a run early with a message that says why and how to continue.
+
+    It is not an Exception, so that code which catches the faults of a tool or row lets it pass.
+    `code` is the exit status: 3 for numbers not finite, 4 for a full disk, 128 plus the signal's.
+    """
+
+    def __init__(self, message, code):
+        super().__init__(message, code)
+        self.code = code
+
+
+class RankLost(Printable, RuntimeError):
+    """Another process of a torchrun job has ended before the work was done."""
+
+    code = 5
+
+
+class EnvironmentFault(Printable, RuntimeError):
+    """The code of an environment raised, did not return, or broke the contract.
+
+    No model and no setting is to blame. Inside a rollout it ends one episode, and the run if it
+    happens too often.
+    """
+
+    code = 6
+
+
+def mix(*numbers_and_texts):
+    """Return a 63-bit seed that is the same on every machine, of plain numbers and texts."""
+    digest = hashlib.sha256(repr(numbers_and_texts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+# ------------------------------------------------------------------------------------ reading files
+@contextmanager
+def reading(path, line=None):
+    """Turn every exception inside the block into a UserError that names the file and the line.
+
+    A check inside the block raises ValueError with its reason alone. A UserError passes unchanged.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        line = line or getattr(error, "lineno", None)
+        place = f"{path}:{line}" if line else path
+        raise UserError(f"{place}: {_reason(error, path)}") from error
+
+
+def _reason(error, path):
+    """Return what is wrong with a file, for an exception that reading it raised."""
+    if isinstance(error, KeyError):
+        return f"no {error} in it"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at column {error.colno}"
+    if type(error) is ValueError:
+        return first_line(error)
+    # Of another file, such as one of the hub's cache, the error itself says which.
+    if getattr(error, "strerror", None) and error.filename in (None, str(path)):
+        return error.strerror
+    return f"cannot be read ({type(error).__name__}: {first_line(error)})"
+
+
+def lines_of(path):
+    """Yield (line number, text) for every line of a UTF-8 file. Only newlines end a line."""
+    with reading(path), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            with reading(path, number):
+                # Spreadsheets begin a file with a byte order mark.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            yield number, text
+
+
+def read_text(path):
+    """Return the text of a UTF-8 file."""
+    return "".join(text for _, text in lines_of(path))
+
+
+def whole(text: str) -> str:
+    """Replace lone surrogates, which no tokenizer and no UTF-8 file takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 # ---------------------------------------------------------------------------------- declaring flags
@@ -348,3 +498,227 @@ def check_accumulation(config, sequences: int):
     if steps and steps * size != sequences:
         raise UserError(f"a step has {sequences} sequences, but batch_size {size} x "
                         f"gradient_accumulation_steps {steps} = {steps * size}")
+
+
+# --------------------------------------------------------------------------------- the command line
+def parse(config_class, argv, description=""):
+    """Return the config that the command line and its --config files ask for.
+
+    Of several files the later one wins. --help prints and exits with status 0. Raises UserError.
+    """
+    from extras.exact.output_folder import CONFIG, algorithm_of
+    flags = options(config_class)
+    parser = _make_parser(flags, description)
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error.argument_name}: needs a value") from None
+    if unknown:
+        raise UserError(_refusal(unknown[0], flags))
+    values = {}
+    for path in given.config:
+        values.update(_yaml_values(path, flags))
+        folder, name = os.path.split(path)
+        if "resume" in given and name == CONFIG and algorithm_of(folder):
+            # The run is where this file is. Its folder may have been moved.
+            values["output_dir"] = folder or "."
+    del given.config
+    code = code_flags({name: value for name, value in values.items() if name not in given})
+    if code:
+        raise UserError(f"{code[0]} {code[1]}: a config file does not choose which code runs; if "
+                        f"you trust it, add {shlex.join(code)} to the command")
+    for name, text in vars(given).items():
+        option = flags[name]
+        # None means that an auto flag was not given. There "none" is a value like others.
+        is_none = option.optional and not option.auto and text.lower() in ("none", "null")
+        values[name] = convert(None if is_none else text, option, f"--{name}")
+    return config_class(**values)
+
+
+def _names(flags):
+    """Return {name or alias: field name}."""
+    out = {}
+    for name, option in flags.items():
+        out.update(dict.fromkeys((name, *option.aliases), name))
+    return out
+
+
+def _make_parser(flags, description):
+    """Return the argparse parser of these flags, which leaves out what is not given."""
+    formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36)
+    parser = argparse.ArgumentParser(
+        usage="python %(prog)s [--config file.yaml] [--name value] [--no_switch]",
+        description=(description or "").strip().split("\n\n")[0],
+        formatter_class=formatter,
+        argument_default=argparse.SUPPRESS, allow_abbrev=False, exit_on_error=False)
+    # Otherwise argparse takes -1e-4 for the name of an option.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
+    parser.add_argument("--config", metavar="FILE", action="append", default=[],
+                        help="YAML file of options; the command line overrides it")
+    groups = {"": parser}
+    for name, option in flags.items():
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        spellings = [f"--{word}" for word in (name, *option.aliases)]
+        action = groups[option.group].add_argument(
+            *spellings, dest=name, metavar=METAVARS[option.kind], help=_help_text(option))
+        # All spellings are parsed, and --help shows the first.
+        action.option_strings = spellings[:1]
+        if option.kind is bool:
+            action.nargs = "?"
+            action.const = "true"
+            parser.add_argument(f"--no_{name}", dest=name, action="store_const", const="false",
+                                help=argparse.SUPPRESS)
+    return parser
+
+
+def _help_text(option):
+    """Return the help text of a flag: its meaning, other names, choices and default."""
+    words = [option.help]
+    if option.aliases:
+        words.append("same as --" + ", --".join(option.aliases))
+    if option.choices:
+        words.append("one of " + ", ".join(option.choices))
+    default = option.default.__doc__ if callable(option.default) else str(option.default)
+    if option.default is not None:
+        words.append(f"default: {default or repr('')}")
+    return "; ".join(words).replace("%", "%%")
+
+
+# --------------------------------------------------------------------------------------- YAML files
+def _yaml_values(path, flags):
+    """Return {field name: checked value} of a YAML file."""
+    names, values = _names(flags), {}
+    for line, key, value in read_yaml(path):
+        name = names.get(key)
+        if not name:
+            raise UserError(f"{path}:{line}: unknown option {key}; {_proposal(key, names)}")
+        if name in ONCE:
+            raise UserError(f"{path}:{line}: {key} is given on the command line only: --{name}")
+        if name in values:
+            raise UserError(f"{path}:{line}: {key} is given twice")
+        values[name] = convert(value, flags[name], f"{path}:{line}: {key}")
+    return values
+
+
+# ------------------------------------------------------------------------------------ unknown names
+def _refusal(word, flags):
+    """Return the message for a word of the command line that is no flag."""
+    option = word.partition("=")[0]
+    name = option.removeprefix("--").replace("-", "_")
+    if not name or not word.startswith("--"):
+        return f"unexpected argument {word}; options are written --name value"
+    return f"unknown option {option}; {_proposal(name, [*_names(flags), 'config', 'help'], '--')}"
+
+
+def _proposal(name, known, prefix=""):
+    """Return a phrase that proposes the flag that was meant, by meaning or else by spelling."""
+    for meant, synonyms in SYNONYMS.items():
+        if name in synonyms.split() and meant.split()[0] in known:
+            return f"did you mean {prefix}{meant}?"
+    return nearest(name, known, prefix)
+
+
+# --------------------------------------------------------------------------------------- YAML
+def read_yaml(path):
+    """Yield (line number, name, value) for each option in a YAML file.
+
+    A value is the text as typed, None, or a list of rows as JSON. The node graph is read, because
+    `yaml.safe_load` makes a string of 1e-4, False of no and 8 of 010, and drops duplicate keys.
+    """
+    # PyYAML arrives with transformers.
+    import yaml
+    with reading(path):
+        try:
+            root = yaml.compose(read_text(path), Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            raise UserError(f"{path}:{error.problem_mark.line + 1}: cannot be read as YAML: "
+                            f"{error.problem}") from None
+    if root and not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{path}:1: give lines `name: value`")
+    for key, node in root.value if root else ():
+        with reading(path, node.start_mark.line + 1):
+            name = _scalar(key) or "null"
+            is_list = node.id == "sequence" and name in LISTS
+            value = importlib.import_module(TABLES).rows_as_json(node) if is_list else _scalar(node)
+        yield key.start_mark.line + 1, name, value
+
+
+def _scalar(node):
+    if not isinstance(node.value, str):
+        raise ValueError("give lines `name: value`, nothing nested")
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+# ---------------------------------------------------------------------------------------- a program
+def main(config_class, train, doc):
+    """Run `train` with the config of the command line, and exit.
+
+    What ends the run is printed in one line, after what the last line of the log was. Exit status:
+
+        0       the run is finished
+        1       out of memory; or an error of ours or of a library, with its traceback
+        2       something the user can fix
+        3       three updates in a row that were not finite
+        4       the disk is full
+        5       another rank is gone
+        6       the environment is broken
+        128+n   signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM
+    """
+    # The layer's modules import this one.
+    from extras.exact.process import Signals
+    prepare_streams()
+    words, code = "", 0
+    try:
+        with Signals() as signals:
+            train(parse(config_class, sys.argv[1:], doc))
+    except BaseException as error:
+        words, code = _explain(error, signals, hasattr(config_class, "learning_rate"))
+        if words is None:
+            raise
+    rank = os.environ.get("RANK", "0")
+    if words:
+        program = os.path.basename(sys.argv[0]) + ("" if rank == "0" else f": rank {rank}")
+        print(f"{program}: {words}", file=sys.stderr)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # The threads of gloo may abort an orderly end.
+        sys.stdout.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
+
+
+def prepare_streams():
+    """Let printing never fail, and the libraries draw their bars for a terminal alone."""
+    # What the terminal cannot show is escaped, and every line is written at once, into a file too.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    if hasattr(sys.stdin, "reconfigure"):  # that of a test has not
+        sys.stdin.reconfigure(errors="replace")
+    if not sys.stderr.isatty():
+        for library in ("HF_HUB", "HF_DATASETS"):
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
+
+
+def _explain(error, signals, trains):
+    """Return (one line, exit status) for what ended a program; None if a traceback is better."""
+    from extras.exact.files import is_disk_full
+    from extras.exact.process import is_out_of_memory
+    from extras.show.notes import path_of
+    run = signals.run
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    reason = " ".join(str(error).split())
+    if isinstance(error, RankLost) and signals.signum:
+        return f"stopped by {signals.name}{notes}", 128 + signals.signum
+    if isinstance(error, Printable):
+        return reason + notes, error.code
+    if is_disk_full(error):
+        then = f"; earlier checkpoints are whole; make room, then: {run.command}" if run else ""
+        return f"the disk is full ({reason}){then}", 4
+    if is_out_of_memory(error):
+        fits = "what would fit: " + shlex.join(["python", path_of("bench/memory.py"), *sys.argv])
+        if not trains:
+            fits = "lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
+        return f"out of memory: {first_line(error)}; {fits}{notes}", 1
+    if isinstance(error, BrokenPipeError):  # of `| head`
+        return f"nobody reads the output{notes}", 1
+    return None, 1

@@ -1,71 +1,27 @@
-"""Reading the files that people hand in: rows, JSON and YAML.
+"""Rows of files, groups of episodes, batches of them, and many episodes in numbers.
 
-Every failure becomes one line, `FILE:LINE: what is wrong`.
+Every failure to read a file becomes one line, `FILE:LINE: what is wrong`.
 """
 import importlib
 import json
 import math
 import os
 import re
-from contextlib import contextmanager
+import zlib
+from collections import Counter, defaultdict
+from functools import partial
 
-from core.errors import UserError, first_line
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-TABLES = "extras.data.tables"  # a run without data files needs no reader of them
-LISTS = ("dataset", "eval_dataset", "tasks")  # options that YAML may give as a list of rows
+from core.config import (MIXTURES, TABLES, UserError, lines_of, mix, printable, read_text, reading,
+                         say_once, whole)
+
 WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
-
-
-@contextmanager
-def reading(path, line=None):
-    """Turn every exception inside the block into a UserError that names the file and the line.
-
-    A check inside the block raises ValueError with its reason alone. A UserError passes unchanged.
-    """
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        line = line or getattr(error, "lineno", None)
-        place = f"{path}:{line}" if line else path
-        raise UserError(f"{place}: {_reason(error, path)}") from error
-
-
-def _reason(error, path):
-    """Return what is wrong with a file, for an exception that reading it raised."""
-    if isinstance(error, KeyError):
-        return f"no {error} in it"
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
-    if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error.msg} at column {error.colno}"
-    if type(error) is ValueError:
-        return first_line(error)
-    # Of another file, such as one of the hub's cache, the error itself says which.
-    if getattr(error, "strerror", None) and error.filename in (None, str(path)):
-        return error.strerror
-    return f"cannot be read ({type(error).__name__}: {first_line(error)})"
-
-
-def lines_of(path):
-    """Yield (line number, text) for every line of a UTF-8 file. Only newlines end a line."""
-    with reading(path), open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            with reading(path, number):
-                # Spreadsheets begin a file with a byte order mark.
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            yield number, text
-
-
-def read_text(path):
-    """Return the text of a UTF-8 file."""
-    return "".join(text for _, text in lines_of(path))
-
-
-def whole(text: str) -> str:
-    """Replace lone surrogates, which no tokenizer and no UTF-8 file takes."""
-    return text.encode("utf-8", "replace").decode()
+MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
+AHEAD = "extras.vllm.ahead"  # which only --rollout_ahead imports
 
 
 # --------------------------------------------------------------------------------------- JSON
@@ -165,32 +121,432 @@ def as_messages(value, name: str, role: str | None = None) -> list[dict]:
     raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
 
 
-# --------------------------------------------------------------------------------------- YAML
-def read_yaml(path):
-    """Yield (line number, name, value) for each option in a YAML file.
+def finite(value):
+    """Return the value as strict JSON holds it, so that our own reader takes what we write.
 
-    A value is the text as typed, None, or a list of rows as JSON. The node graph is read, because
-    `yaml.safe_load` makes a string of 1e-4, False of no and 8 of 010, and drops duplicate keys.
+    Non-finite floats become None, tensor and numpy scalars numbers, lone surrogates "?".
     """
-    # PyYAML arrives with transformers.
-    import yaml
-    with reading(path):
-        try:
-            root = yaml.compose(read_text(path), Loader=yaml.SafeLoader)
-        except yaml.MarkedYAMLError as error:
-            raise UserError(f"{path}:{error.problem_mark.line + 1}: cannot be read as YAML: "
-                            f"{error.problem}") from None
-    if root and not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{path}:1: give lines `name: value`")
-    for key, node in root.value if root else ():
-        with reading(path, node.start_mark.line + 1):
-            name = _scalar(key) or "null"
-            is_list = node.id == "sequence" and name in LISTS
-            value = importlib.import_module(TABLES).rows_as_json(node) if is_list else _scalar(node)
-        yield key.start_mark.line + 1, name, value
+    if isinstance(value, dict):
+        return {whole(str(key)): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, str):
+        return whole(value)
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _scalar(node):
-    if not isinstance(node.value, str):
-        raise ValueError("give lines `name: value`, nothing nested")
-    return None if node.tag == "tag:yaml.org,2002:null" else node.value
+def to_json(value, indent=None):
+    """Return the value as strict JSON, with a newline at the end."""
+    return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
+
+
+# ---------------------------------------------------------------------------- rows of any file
+# What a row with such a column is, and how its file is given.
+KINDS = {
+    "token_ids": "a recorded episode is given with --trajectories",
+    "chosen": "a pair is given to dpo.py with --dataset",
+    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
+                    "a conversation is given to sft.py with --dataset"),
+}
+
+
+def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
+    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
+
+    `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
+    """
+    for place, row in importlib.import_module(MIXTURES).read_data(data, fields, seed):
+        with reading(place):
+            item = convert(row, place)
+        yield item
+
+
+def need(row: dict, *fields: str, otherwise: str = ""):
+    """Raise ValueError if the row lacks one of the fields.
+
+    The message says how a row of another kind is given, or what is missing, and `otherwise`.
+    """
+    columns = ", ".join(row)
+    for name in fields:
+        if row.get(name) is None:
+            wanted = {None, *map(KINDS.get, fields)}
+            kinds = [kind for kind in map(KINDS.get, row) if kind not in wanted]
+            if kinds:
+                raise ValueError(f"{kinds[0]}; the row has: {columns}")
+            hint = otherwise and f"; {otherwise}"
+            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
+            raise ValueError(f"{wrong}; has: {columns}{hint}")
+
+
+def is_held_out(content) -> bool:
+    """True for a tenth of all contents, by their hash."""
+    return split_of(json_of(content)) == "test"
+
+
+def unseen(held_out: list, training: list, content) -> list:
+    """Return the held-out items that are no training items, and print how many were dropped.
+
+    `content` is a function that returns what identifies an item, as a JSON value.
+    """
+    seen = {json_of(content(item)) for item in training}
+    kept = [item for item in held_out if json_of(content(item)) not in seen]
+    print_dropped(held_out, kept, "held-out rows are also in the training data: dropped")
+    return kept
+
+
+def json_of(content) -> str:
+    return json.dumps(finite(content), sort_keys=True)
+
+
+def shuffled(items, seed, part=slice(None)):
+    """Return the items in random order, or only a part of them."""
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))[part]]
+
+
+def split_of(text: str) -> str:
+    """Return "test" for a tenth of all texts, by their hash, else "train": none changes sides."""
+    return "train" if zlib.crc32(text.encode()) % 10 else "test"
+
+
+def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: int) -> list[dict]:
+    """Return the candidates number `first` to `first + n - 1` of a step, a function of the seed.
+
+    The first `tasks_per_step` are the epoch's next tasks in shuffled order, and where it ends, the
+    first ones of the next epoch; more are drawn at random.
+    """
+    if first:
+        return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
+    epoch, place = divmod(step * tasks_per_step, len(tasks))
+    drawn = shuffled(tasks, [seed, epoch], slice(place, place + n))
+    while len(drawn) < n:
+        epoch += 1
+        drawn += shuffled(tasks, [seed, epoch], slice(n - len(drawn)))
+    return drawn
+
+
+# ------------------------------------------------------------------------------------------ groups
+def collector(play, tasks, config, run):
+    """Return the function that takes a step's number and returns its episodes."""
+    if config.rollout_ahead:
+        collect = partial(collect_groups, tasks=tasks, config=config)
+        return importlib.import_module(AHEAD).Ahead(collect, play, run)
+    return partial(collect_groups, play, tasks, config, run=run)
+
+
+def collect_groups(play, tasks, config, step, run):
+    """Play the step's groups, and replace those outside the success-rate band by other tasks'.
+
+    `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
+    episodes, group after group, their rewards shifted and scaled. They are fewer if prompts are too
+    long, environments fail, or MAX_RESAMPLE rounds do not suffice. A fork that chooses a step's
+    tasks itself gives exactly `tasks_per_step` of them: each is then played once.
+    """
+    played, kept = [], []  # episodes
+    drawn = dropped = 0  # groups
+    for _ in range(1 + MAX_RESAMPLE):
+        missing = config.tasks_per_step + dropped - drawn
+        if not missing:
+            break
+        fresh = draw_tasks(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
+        # first_task gives every candidate a group id and random numbers of its own.
+        episodes = play(fresh, config.group_size, step=step, first_task=drawn)
+        played += episodes
+        drawn += missing
+        episodes = without_faults(episodes)
+        for indices in members([t.group_id for t in episodes]):
+            group = [episodes[i] for i in indices]
+            rate = sum(t.info["success"] for t in group) / len(group)
+            # A NaN is kept, too: `Run.log_episodes` reports it and skips the step.
+            broken = any(math.isnan(t.reward) for t in group)
+            if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
+                kept += group
+            else:
+                dropped += 1
+    run.log(groups_dropped=dropped, **played_shares(played))
+    shift_and_scale(kept, config)
+    return kept
+
+
+def group_shares(batch, advantages):
+    """Return the shares of a step's groups that all succeed, all fail, differ, or teach nothing."""
+    groups = members([t.group_id for t in batch])
+    right = wrong = silent = 0
+    for indices in groups:
+        successes = [batch[i].info["success"] for i in indices]
+        right += all(successes)
+        wrong += not any(successes)
+        silent += not any(advantages[i].any() for i in indices)
+    n = len(groups)
+    return {"groups_all_right": right / n, "groups_all_wrong": wrong / n,
+            "groups_mixed": 1 - right / n - wrong / n, "groups_without_signal": silent / n}
+
+
+# ---------------------------------------------------------------------------------------- episodes
+def members(ids) -> list[list[int]]:
+    """Return the indices of each id, in the order of their first appearance."""
+    indices = defaultdict(list)
+    # The elements of a tensor are hashed by identity: each would be alone in its group.
+    for i, name in enumerate(ids.tolist() if hasattr(ids, "tolist") else ids):
+        indices[name].append(i)
+    return list(indices.values())
+
+
+def message_lines(messages: list[dict]) -> list[str]:
+    """Return messages as lines. Results follow their turn; those in a prompt have no reward."""
+    lines = []
+    calls = []
+    for message in messages:
+        if message["role"] == "tool":
+            is_read = calls and message.get("name") != ""
+            call = call_text(calls.pop(0)) if is_read else "unreadable call"
+            lines.append(f"{call} -> {message['content']}   {round(message.get('reward', 0), 3):+}")
+            continue
+        calls = list(message.get("tool_calls") or [])
+        if message["content"]:
+            lines.append(f"{message['role'].capitalize()}: {message['content']}")
+    return [printable(line) for line in lines]
+
+
+def call_text(call: dict) -> str:
+    """Return a tool call as Python would write it, add_terms(terms="1")."""
+    arguments = [f"{name}={json.dumps(value, ensure_ascii=False)}"
+                 for name, value in call["arguments"].items()]
+    return f"{call['name']}({', '.join(arguments)})"
+
+
+def transcript(episode: dict) -> str:
+    """Return the lines of an episode (a row of trajectories.jsonl), and how it ended."""
+    end = (f"[{episode.get('stop_reason')}; success {episode['info'].get('success')}; "
+           f"reward {episode['reward']:.2f}]")
+    return "\n".join([*message_lines(episode["messages"]), printable(end)])
+
+
+def problem(episode: dict) -> str | None:
+    """Return why no algorithm may learn from an episode (agent.Trajectory as a dict), or None.
+
+    Raises TypeError or AttributeError for a field of another type.
+    """
+    for name, kind in (("group_id", str | int), ("info", dict), ("messages", list)):
+        if not isinstance(episode[name], kind):
+            return f"{name} is a {type(episode[name]).__name__}"
+    token_ids, loss_mask = episode["token_ids"], episode["loss_mask"]
+    lengths = len(token_ids), len(loss_mask), len(episode["logprobs"])
+    if not token_ids or len(set(lengths)) > 1:
+        return f"token_ids, loss_mask, logprobs have lengths {lengths}"
+    if not all(type(token) is int and token >= 0 for token in token_ids):
+        return "token_ids must be integers >= 0"
+    if not all(type(flag) is int and flag in (0, 1) for flag in loss_mask):
+        return "loss_mask must be 0 or 1"
+    if loss_mask[0] == 1:
+        return "loss_mask[0] is 1, but nothing precedes the first token"
+    numbers = [*episode["logprobs"], episode["reward"], *episode["rewards"],
+               *episode["reward_parts"].values()]
+    if not all(map(is_finite, numbers)):
+        return "logprobs and rewards must be finite numbers"
+    return None
+
+
+def unusable(episodes: list) -> str | None:
+    """Return why no step can learn from these episodes, or None."""
+    if not episodes:
+        return "there is no episode to learn from"
+    for t in episodes:
+        if not math.isfinite(t.reward):
+            return t.info.get("not_finite", f"reward {t.reward}")
+    return None
+
+
+def is_finite(number) -> bool:
+    """True for a number that arithmetic does not overflow, False for NaN and infinity."""
+    return type(number) in (int, float) and -1e300 < number < 1e300
+
+
+def summarise(trajectories: list) -> dict:
+    """Return shares from 0 to 1, and rewards and counts as means per episode."""
+    def mean(values):
+        values = list(values)
+        return sum(values) / len(values)
+
+    def total(name):
+        return sum(t.info.get(name, 0) for t in trajectories)
+
+    # The success in each environment, and the parts of the reward.
+    solved, parts = defaultdict(list), defaultdict(list)
+    for t in trajectories:
+        solved[f"success/{t.info.get('env')}"].append(t.info["success"])
+        for name, part in t.reward_parts.items():
+            parts[f"reward/{name}"].append(part)
+    n = len(trajectories)
+    turns = sum(len(t.rewards) for t in trajectories)
+    tried = total("tool_calls") + total("unreadable_calls")
+    return {
+        "episodes": n,
+        "success": mean(t.info["success"] for t in trajectories),
+        **{name: mean(values) for name, values in solved.items() if len(solved) > 1},
+        "reward": mean(t.reward for t in trajectories),
+        **{name: mean(parts[name]) for name in sorted(parts)},
+        "turns": turns / n,
+        "actions": total("tool_calls") / n,
+        "structure": total("parsed_turns") / max(turns, 1),
+        "completion": mean(t.stop_reason == "done" for t in trajectories),
+        "tool_errors": total("tool_errors") / max(tried, 1),
+        "tool_timeouts": total("timeouts") / n,
+        "tokens": mean(len(t.token_ids) for t in trajectories),
+        "sampled_tokens": mean(sum(t.loss_mask) for t in trajectories),
+        "truncated": mean(t.truncated for t in trajectories),
+        "errors": mean(t.stop_reason == "error" for t in trajectories),
+    }
+
+
+def pass_at_k(trajectories: list) -> dict:
+    """Return the mean over tasks of the unbiased pass@k (arXiv 2107.03374, eq. 1).
+
+    If c of the G episodes of a task succeeded, it is 1 - C(G - c, k) / C(G, k).
+    """
+    groups = members(t.group_id for t in trajectories)
+    successes = [[trajectories[i].info["success"] for i in group] for group in groups]
+    out = {}
+    for k in range(1, min(map(len, successes)) + 1):
+        solved = [1 - math.comb(len(s) - sum(s), k) / math.comb(len(s), k) for s in successes]
+        out[f"pass@{k}"] = sum(solved) / len(solved)
+    return out
+
+
+def without_too_long(trajectories: list, limits, or_raise: bool = True) -> list:
+    """Drop the episodes that could not start, and print how many were dropped or failed.
+
+    A note names a limit that is no flag (`envs.Limits`) and that more than a fifth met. Raises
+    UserError if no episode could start, unless `or_raise` is False.
+    """
+    max_tokens = limits.max_tokens
+    kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
+    if or_raise and trajectories and not kept:
+        shortest = min(len(t.token_ids) for t in trajectories)
+        raise UserError(f"environment {trajectories[0].info['env']}: the prompt has {shortest} "
+                        f"tokens, --max_tokens is {max_tokens}")
+    print_dropped(trajectories, kept,
+                  f"episodes dropped: the prompt alone reaches --max_tokens {max_tokens}")
+    failed = [t.info["error"] for t in kept if t.stop_reason == "error"]
+    if failed:
+        print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
+              f"the first: {failed[0]}")
+    met = Counter(t.stop_reason for t in kept)
+    met["tool_timeout"] = sum(t.info["timeouts"] > 0 for t in kept)
+    for name in ("max_tool_calls", "max_tool_tokens", "tool_timeout"):
+        if met[name] > 0.2 * len(kept):
+            say_once(f"note: more than a fifth of the episodes played at once met {name} "
+                     f"{getattr(limits, name)}; the environment may state more in its `limits`")
+    return kept
+
+
+def print_dropped(items: list, kept: list, words: str):
+    """Print how many of the items were not kept. `words` say what they are, and why."""
+    if len(kept) < len(items):
+        print(f"{len(items) - len(kept)} of {len(items)} {words}")
+
+
+def played_shares(trajectories: list) -> dict:
+    """Return shares of all that a step played, of faults and groups that are dropped, too."""
+    n = max(len(trajectories), 1)
+    return {"played_success": sum(t.info["success"] for t in trajectories) / n,
+            "errors": sum(t.stop_reason == "error" for t in trajectories) / n}
+
+
+def without_faults(trajectories: list) -> list:
+    """Return the episodes that have a valid reward: those whose environment did not fail."""
+    return [t for t in trajectories if t.stop_reason != "error"]
+
+
+def shift_and_scale(trajectories: list, config):
+    """Set reward = (reward - bias) x scaling, for training and its logs. Turns share the bias.
+
+    The "reward" of a tool's message stays what the environment paid for that call.
+    """
+    bias, scaling = config.reward_bias, config.reward_scaling
+    for t in trajectories:
+        t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
+        t.reward = (t.reward - bias) * scaling
+
+
+def tasks_of(episodes) -> list[dict]:
+    """Return the tasks that episodes recorded."""
+    tasks = [t.info.get("task") for t in episodes]
+    return [task for task in tasks if isinstance(task, dict)]
+
+
+# ----------------------------------------------------------------------------------------- batches
+def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
+    """Return one pass over the items in random order, in batches of at most `size`."""
+    return even_batches(shuffled(items, seed), size)
+
+
+def even_batches(items: list, size: int) -> list[list]:
+    """Return the items in batches of at most `size`, as even as possible: none has only a few."""
+    batches = []
+    for places in np.array_split(np.arange(len(items)), math.ceil(len(items) / size)):
+        batches.append([items[i] for i in places])
+    return batches
+
+
+def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
+    """Return `shuffled_batches`, but similar lengths share a batch, which saves padding."""
+    rng = np.random.default_rng(seed)
+    in_random_order = [episodes[i] for i in rng.permutation(len(episodes))]
+    batches = []
+    for pool in even_batches(in_random_order, 16 * size):
+        batches += even_batches(sorted(pool, key=lambda t: len(t.token_ids)), size)
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def cheapest_order(trajectories: list, batch_size: int) -> list:
+    """Return the episodes in an order in which passes of `batch_size` take few tokens.
+
+    It is by length, which needs less padding, or by group, whose prompt is forwarded once. The
+    longest come first, so that what does not fit in memory fails at once.
+    """
+    by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
+    place = {}  # of each group, by its longest episode
+    for t in by_length:
+        place.setdefault(t.group_id, len(place))
+    by_group = sorted(by_length, key=lambda t: place[t.group_id])
+    return min(by_length, by_group, key=lambda order: forwarded_tokens(order, batch_size))
+
+
+def forwarded_tokens(order: list, batch_size: int) -> int:
+    """Return how many tokens passes of `batch_size` forward, padding included."""
+    tokens = 0
+    for start in range(0, len(order), batch_size):
+        batch = order[start:start + batch_size]
+        shared = len(os.path.commonprefix([prompt_of(t) for t in batch]))
+        width = max(len(t.token_ids) for t in batch)
+        tokens += shared + len(batch) * (width - shared)
+    return tokens
+
+
+def prompt_of(trajectory) -> list[int]:
+    """Return the tokens before the first sampled one."""
+    if 1 not in trajectory.loss_mask:
+        return trajectory.token_ids
+    return trajectory.token_ids[:trajectory.loss_mask.index(1)]
+
+
+def turn_index(mask):
+    """Number each token's turn (B, T), -1 where masked. A run of 1s in the mask is one turn."""
+    mask = mask.long()
+    starts = (mask - F.pad(mask, (1, -1))).clamp(min=0)
+    return torch.where(mask.bool(), starts.cumsum(1) - 1, -1)  # (B, T)
+
+
+def per_token(per_turn, mask):
+    """Give every sampled token its turn's value, and all others 0: (B, T).
+
+    per_turn: B tensors (turns,). mask: (B, T). Raises ValueError if the turns do not match.
+    """
+    turns = turn_index(mask)  # (B, T)
+    lengths = [len(values) for values in per_turn]
+    n_turns = (turns.max(1).values + 1).tolist()
+    if lengths != n_turns:
+        raise ValueError(f"values for {lengths} turns, but the mask has {n_turns}")
+    padded = pad_sequence(per_turn, batch_first=True).to(turns.device)  # (B, most turns)
+    return torch.where(turns >= 0, padded.gather(1, turns.clamp(min=0)), 0.0)

@@ -36,7 +36,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from core.errors import UserError
+from core.config import UserError
 from extras.fast.attention import row_attention
 from extras.fast.fused import Fused, fits
 from core.kv_cache import make_cache

@@ -12,7 +12,7 @@ import torch
 
 from extras.exact.checkpoint import base_of, check_base, newest_checkpoint, read_state
 from core.data import read_json
-from core.errors import UserError
+from core.config import UserError
 from core.adapter_files import ADAPTER, FORMS, load_weights, read_settings
 from extras.fast.attention import causal_attention
 from core.chat import Chat

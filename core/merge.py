@@ -6,8 +6,7 @@ import argparse
 import os
 import sys
 
-from core.errors import UserError
-from core.program import prepare_streams
+from core.config import UserError, prepare_streams
 from core.loading import DTYPES, merge
 
 PARSER = argparse.ArgumentParser(

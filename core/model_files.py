@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from core.data import read_json
-from core.errors import UserError, first_line
+from core.config import UserError, first_line
 from extras.memory.checkpointing import layers_of
 from extras.memory.techniques import QUANTIZATION, Techniques
 from core.tiny import make_tiny

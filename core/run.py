@@ -19,19 +19,16 @@ from importlib import import_module
 
 from tqdm import tqdm
 
-from core.bars import NO_BAR, say
+from core.config import NO_BAR, Stop, UserError, code_flags, convert, mix, options, printable, say
 from extras.exact.checkpoint import (RESTORED, check_room, fingerprints, ingredients, load_optimizer,
                                    prune, trained_parameters, write_checkpoint)
-from core.config import code_flags, convert, options
 from core.distributed import join
-from core.episodes import summarise, unusable
-from core.errors import Stop, UserError, printable
-from core.files import finite, write_json
+from core.data import finite, summarise, unusable
+from extras.exact.files import write_json
 from extras.show.notes import (Alarms, first_notes, headline, idle_notes, next_command, plan,
                               print_table, step_line, step_numbers)
 from extras.exact.output_folder import EPISODES, OutputFolder
 from extras.exact.process import Signals, peak_memory_mb
-from core.seeds import mix
 
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 WARMUP_STEPS = 20  # at most
@@ -56,7 +53,8 @@ class Run:
         before, after: what `evaluate` returned before the first step and after the last.
         rollout_seconds, rollout_tokens: of all that a step plays; `agent.rollout` adds to them.
         passed: the sequences of all passes of a step; `micro_batches` counts them.
-        watch: the count of environments' faults of the last rollout, or None.
+        played: the number of episodes so far.
+        kept: what sessions keep from one rollout to the next (envs/session.py).
         endings: functions that a run which finishes calls, without arguments.
         values: {flag: value} of the config; max_steps becomes the number of steps.
         updated: True from the first update of a step to the end of the step.
@@ -103,7 +101,8 @@ class Run:
         self.rollout_seconds = self.rollout_tokens = self.passed = 0
         self.has_begun = self.updated = False
         self.made_of, self.line, self.endings = {}, {}, []
-        self.watch = self.saved = self.unlogged = self.schedule = None
+        self.played, self.kept = 0, {}
+        self.saved = self.unlogged = self.schedule = None
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)

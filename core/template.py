@@ -9,8 +9,7 @@ import json
 import re
 from functools import lru_cache
 
-from core.data import whole
-from core.errors import first_line
+from core.config import first_line, whole
 
 # Around a control token that is meant as text: the last two variation selectors, which no character
 # uses. They are printable, so that Python's repr, which LFM2.5's template writes, keeps them.

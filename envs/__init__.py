@@ -68,8 +68,7 @@ from modulefinder import ModuleFinder
 from types import ModuleType
 
 from envs.calls import accepts, needed, schemas, tools
-from core.config import named, nearest
-from core.errors import UserError
+from core.config import UserError, named, nearest
 
 __all__ = ["needed", "schemas", "tools"]  # of envs/calls.py
 
@@ -88,7 +87,7 @@ ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
 
 # Modules that are loaded when a run needs them.
 STEPS, OPTIONS = "envs.steps", "envs.options"
-REWARDS, TRL = "extras.rewards", "extras.adapters.trl"
+REWARDS = "extras.rewards"
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
 LIBRARY = ("agent", "core", "envs", "extras", "layers", "llm", "lora")  # not the user's
 

@@ -23,7 +23,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from core.seeds import split_of
+from core.data import split_of
 
 FEASIBILITY, RISK, RETURN, FEE = 0.25, 0.25, 0.5, 0.01
 LEAST_CHANCE = 70  # percent

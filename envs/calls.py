@@ -9,8 +9,7 @@ import typing
 from contextlib import suppress
 from functools import cache
 
-from core.data import whole
-from core.errors import UserError, first_line
+from core.config import UserError, first_line, whole
 
 SHORTEST = 40  # characters of a result that are shown in any case
 # Parameters that no call in JSON can fill.

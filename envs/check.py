@@ -18,9 +18,9 @@ from statistics import fmean
 
 import envs
 from envs.play import Config, Game, Setup, run
-from core.tasks import drop_seen
-from core.errors import EnvironmentFault, UserError, first_line, printable
-from core.files import to_json
+from envs.tasks import drop_seen
+from core.config import EnvironmentFault, UserError, first_line, printable
+from core.data import to_json
 
 EPISODES = 100  # that each agent plays
 REPLAYED = 10  # tasks that are played a second time
@@ -29,8 +29,8 @@ FAST_ENOUGH = 10_000  # tasks a second
 # Another process runs this, with another seed for the hashes of text.
 TASKS_AGAIN = """
 import json, sys
-from core.tasks import load_tasks
-from core.files import to_json
+from envs.tasks import load_tasks
+from extras.exact.files import to_json
 print(to_json(load_tasks(*json.loads(sys.argv[1]))), end="")
 """
 
@@ -56,7 +56,7 @@ class Conformance:
         while not game.over:
             game.take_turn(*agent(game))
         # A tool that never works is no fault of the agents.
-        self.setup.watch.check()
+        self.setup.faults.check()
         return game
 
     @cache
@@ -130,7 +130,7 @@ class Conformance:
         """Play a task in an instance that has played another one, in turns with that one again."""
         other = self.held_out[-1]
         before = self.play(agent, other)
-        games = [Game(self.setup, task, before.session.worker), Game(self.setup, other)]
+        games = [Game(self.setup, task, before.session.env), Game(self.setup, other)]
         while playing := [game for game in games if not game.over]:
             for game in playing:
                 game.take_turn(*agent(game))
@@ -226,7 +226,7 @@ class Conformance:
             except (UserError, EnvironmentFault) as error:
                 is_passed, reason = False, " ".join(str(error).split())
                 # The next check may call other tools.
-                self.setup.watch.broken = None
+                self.setup.faults.broken = None
             yield name, "pass" if is_passed else "FAIL", reason
 
 
@@ -245,10 +245,9 @@ def command(config: Config):
     """Print the verdicts, and exit with status 1 if a check failed."""
     failed = False
     setup = Setup(config)
-    with setup.watch:
-        for name, verdict, reason in Conformance(setup).verdicts():
-            print(f"{verdict:<5} {name:<35} {printable(reason)}", flush=True)
-            failed |= verdict == "FAIL"
+    for name, verdict, reason in Conformance(setup).verdicts():
+        print(f"{verdict:<5} {name:<35} {printable(reason)}", flush=True)
+        failed |= verdict == "FAIL"
     sys.exit(failed)
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 from envs.code_style import style_findings
 from envs.code_tasks import generate, read_row, read_tests
 from extras.sandbox.sandbox import check_sandbox, parse, run, same
-from core.bars import say_once
+from core.config import say_once
 from core.tool_calls import after_thought
 
 CODE = 8000  # characters of a function

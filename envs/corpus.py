@@ -7,8 +7,8 @@ from pathlib import Path
 from unicodedata import normalize
 
 from extras.rewards import spaced
-from core.data import read_rows, read_text
-from core.errors import UserError
+from core.data import read_rows
+from core.config import UserError, read_text
 
 # A document has at most 1200 characters. A longer text becomes several, cut at white space.
 PIECE = re.compile(r"\S.{0,1199}(?!\S)|\S.{1199}", re.DOTALL)

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from envs.terms import equation_in, parse_number, parse_side, parse_term, show
-from core.seeds import split_of
+from core.data import split_of
 
 # An action that would need larger numbers is refused, so that equations stay short.
 MAX_NUMERATOR, MAX_DENOMINATOR = 99, 12

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from extras.sandbox.sandbox import check_sandbox, parse, run
-from core.data import read_rows
-from core.errors import UserError
-from core.seeds import shuffled
+from core.data import read_rows, shuffled
+from core.config import UserError
 from core.tool_calls import after_thought
 
 URL = ("https://raw.githubusercontent.com/openai/grade-school-math/"

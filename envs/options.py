@@ -7,9 +7,7 @@ from contextlib import suppress
 
 import envs
 from envs.calls import fit, hint_name, needed
-from core.config import nearest
-from core.data import reading
-from core.errors import UserError
+from core.config import UserError, nearest, reading
 
 
 def parse(text: str, env_names: str | None) -> dict:

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 import envs
 from envs.calls import shorten
-from envs.session import Session, Watch
-from core.tasks import tasks_for
-from core.config import EnvironmentFlags, flag
-from core.errors import UserError, printable
-from core.program import main
+from envs.session import Faults, Session
+from envs.tasks import tasks_for
+from core.config import EnvironmentFlags, UserError, flag, main, printable
 from core.tool_calls import parse_tool_calls
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
@@ -42,7 +40,7 @@ class Setup:
             raise UserError(f"--env {config.env}: one environment at a time")
         self.cls = envs.with_options(envs.load(config.env), envs.options_of(config))
         self.limits = envs.Limits(**envs.limits(config.env))
-        self.watch = Watch(self.limits.tool_timeout)
+        self.faults = Faults()
 
     def tasks(self, split: str, n: int) -> list[dict]:
         """Return at most n tasks."""
@@ -53,7 +51,7 @@ class Game:
     """One episode that no model plays. Its methods raise EnvironmentFault.
 
     Args:
-        worker: that of an earlier game, whose instance is used again. Without it a new one is made.
+        env: the instance of an earlier game, to be used again. Without it a new one is made.
 
     Attributes:
         seen: what the player was shown: the question, and then results and replies.
@@ -62,11 +60,10 @@ class Game:
         score: then the reward, its parts, and whether the task was solved.
     """
 
-    def __init__(self, setup: Setup, task: dict, worker=None):
+    def __init__(self, setup: Setup, task: dict, env=None):
         self.limits = setup.limits
-        self.session = Session(setup.watch, setup.config.env, setup.cls, task)
-        if worker:
-            self.session.worker = worker
+        self.session = Session(setup.faults, setup.config.env, setup.cls, task)
+        self.session.env = env
         messages, self.turns_left = self.session.start()
         # A "prompt" may begin in the middle of a conversation.
         *first, question = [message["content"] for message in messages]
@@ -116,9 +113,8 @@ def command(config: Config):
         print(json.dumps(schema))
     print("A turn is a call, name(argument=value), or an answer in plain text. Ctrl-D ends.")
     try:
-        with setup.watch:
-            for task in setup.tasks("train", 100):
-                play(Game(setup, task))
+        for task in setup.tasks("train", 100):
+            play(Game(setup, task))
     except EOFError:
         print()
 

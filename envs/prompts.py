@@ -1,7 +1,10 @@
 """Prompts without tools: each row of --dataset has a `prompt`, text or messages, that the model
 answers in one turn. What an answer is worth is for --rewards to say: of all columns of its row.
 """
-from extras.adapters.trl import opening
+import inspect
+
+from core.data import as_messages
+from core.tool_calls import check_call
 
 
 class Prompts:
@@ -19,3 +22,41 @@ class Prompts:
     @staticmethod
     def _from_text(text: str) -> dict:
         return {"prompt": text}
+
+
+def opening(reset, task: dict, observation: str) -> list[dict]:
+    """Return the messages of a task's column "prompt", the last of which ends with the observation.
+
+    If the method `reset` takes an argument of this name and returns text, that is all. Raises
+    ValueError if the prompt is neither text nor messages.
+    """
+    prompt = task["prompt"]
+    if prompt is None or observation and "prompt" in inspect.signature(reset).parameters:
+        prompt = ""
+    prompt = list(map(as_past, as_messages(prompt, "prompt", "user")))
+    if not all(isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+               for message in prompt):
+        raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
+    *messages, last = prompt
+    if last["role"] == "system" and observation:
+        return [*prompt, {"role": "user", "content": observation}]
+    if last["role"] != "user":
+        raise ValueError(f'the last message of "prompt" must be the user\'s, not {last["role"]}')
+    return [*messages, {**last, "content": last["content"] + observation}]
+
+
+def as_past(message: dict) -> dict:
+    """Return a message of a prompt, an assistant's marked as not sampled here ("loss": 0).
+
+    OpenAI writes the arguments of its calls as JSON inside a string, and no content beside them;
+    templates and our episodes have the arguments as an object.
+    """
+    if message.get("role") != "assistant":
+        return message
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = check_call(call)
+        calls.append({**call, **function, "function": function})
+    if calls:
+        message = {**message, "content": message.get("content") or "", "tool_calls": calls}
+    return {**message, "loss": 0}

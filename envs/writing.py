@@ -26,7 +26,7 @@ import re
 from itertools import pairwise
 from typing import Literal
 
-from core.seeds import split_of
+from core.data import split_of
 
 PRONOUNS = {"first": "i we me us my our mine ours myself ourselves".split(),
             "second": "you your yours yourself yourselves".split(),

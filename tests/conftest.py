@@ -12,7 +12,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests compare bits, and are
 @pytest.fixture(autouse=True)
 def notes_anew():
     """What is said once is said once in each test, whatever ran before it."""
-    from core.bars import say_once
+    from core.config import say_once
     say_once.cache_clear()
 
 

@@ -3,7 +3,7 @@ from contextlib import suppress
 
 import torch
 
-from core.errors import UserError
+from core.config import UserError
 from core.loading import _use_causal_attention as use_causal_attention
 from extras.memory.techniques import facts
 from extras.models.probe import probe
@@ -125,4 +125,18 @@ def filled(model):
     for p in model.parameters():
         if p.dim() > 1:
             p.data.normal_(std=0.8 / p.shape[-1]**0.5, generator=generator)
+    return model
+
+
+def off_by_rounding(model, dtype=torch.float32):
+    """Put the weights of a float64 model off by what `dtype` rounds their sums by, and return it.
+
+    A sum of n products in a dtype is off by about eps sqrt(n) of its size, in an order that each processor chooses for itself. How far that moves
+    an output or a gradient depends on the model. So does this, but on no processor: every weight is off by so much, at random.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            relative = torch.finfo(dtype).eps * p.shape[-1]**0.5 if p.dim() else 0
+            p.mul_(1 + relative * torch.randn(p.shape, generator=generator, dtype=torch.float64))
     return model

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from core.errors import UserError
+from core.config import UserError
 
 
 class Sums:

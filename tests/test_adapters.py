@@ -13,8 +13,8 @@ from envs import check
 from envs.check import Conformance
 from envs.play import Config, Game, Setup
 from extras.data.imitation import demonstrate
-from core.tasks import load_tasks
-from core.errors import EnvironmentFault, UserError
+from envs.tasks import load_tasks
+from core.config import EnvironmentFault, UserError
 from core.tiny import make_tiny
 
 

@@ -24,20 +24,17 @@ import pytest
 import torch
 
 import agent
-from core.tasks import load_tasks
+from envs.tasks import load_tasks
 import envs
 from agent import Limits, Trajectory, collate, evaluate, rollout
 from envs.calls import shorten, shortened
-from core.episodes import without_faults
+from core.data import pass_at_k, summarise, transcript, without_faults
 from extras.serve import chat as talk
 from extras.show import traces
 from extras.data.demonstrations import read_trajectories
 from extras.data.imitation import demonstrate
 from core.distributed import OneProcess
-from core.program import main
-from core.episodes import pass_at_k, summarise, transcript
-from core.errors import EnvironmentFault, UserError
-from core.seeds import mix
+from core.config import EnvironmentFault, UserError, main, mix
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Engine, Row
@@ -670,7 +667,7 @@ def test_few_faults_do_not_stop_the_run(monkeypatch, capsys):
 
 def test_a_broken_environment_stops_a_run_of_small_steps_too(monkeypatch):
     """Five faults in a row are no proof, ten are, be it over two rollouts; a call that goes well begins the count anew."""
-    run = SimpleNamespace(watch=None, checkpoint=None, check=lambda: None, rollout_seconds=0.0, rollout_tokens=0.0, ranks=OneProcess())
+    run = SimpleNamespace(played=0, kept={}, checkpoint=None, check=lambda: None, rollout_seconds=0.0, rollout_tokens=0.0, ranks=OneProcess())
     monkeypatch.setattr(Box, "get_reward", lambda self: raising() if len(self.log) else 1.0)
     good, bad = [["fine"]] * 20, [[[call("pay", amount=1)], "fine"]] * 5
     for turns in (bad, good, bad):
@@ -720,14 +717,13 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(monkeypatch, capsys):
 def test_only_the_first_rollout_of_a_run_may_find_no_prompt_that_fits():
     """A replacement round may draw one task alone; if its prompt is too long, the run goes on."""
     limits = Limits(max_new_tokens=20, max_tokens=120)
-    run = SimpleNamespace(watch=None, checkpoint=None, check=lambda: None, rollout_seconds=0.0, rollout_tokens=0.0, ranks=OneProcess())
+    run = SimpleNamespace(played=0, kept={}, checkpoint=None, check=lambda: None, rollout_seconds=0.0, rollout_tokens=0.0, ranks=OneProcess())
     long, short = {"word": "b " * 100}, {"word": "a"}
     with pytest.raises(UserError, match=r"prompt has \d+ tokens, --max_tokens is 120"):
         rollout(MODEL, TOKENIZER, "box", [long], limits=limits, run=run)
-    run.watch = None
     assert len(rollout(MODEL, TOKENIZER, "box", [long, short], limits=limits, run=run)) == 1
     assert rollout(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == []
-    run.watch, run.checkpoint = None, "step_000003"  # resumed: the first rollout of this process, not of the run
+    run.played, run.checkpoint = 0, "step_000003"  # resumed: the first rollout of this process, not of the run
     assert rollout(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == []
     assert evaluate(MODEL, TOKENIZER, "box", [long], limits=limits, run=run) == {}
     run.rollout_seconds = 100.0  # a step may take several rollouts

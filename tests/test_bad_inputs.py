@@ -18,9 +18,7 @@ import grpo
 import reward_weighted
 import sft
 from core.data import read_rows as rows_of
-from core.command_line import parse
-from core.errors import UserError
-from core.program import main
+from core.config import UserError, main, parse
 from core.loading import load_model
 
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}

@@ -1,6 +1,6 @@
-"""core/batches.py: which episodes share a forward pass, and how many tokens it then takes."""
+"""core/data.py: which episodes share a forward pass, and how many tokens it then takes."""
 from agent import Trajectory
-from core.batches import cheapest_order, forwarded_tokens
+from core.data import cheapest_order, forwarded_tokens
 
 
 def episode(group, prompt, sampled):

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.tasks import draw_tasks, load_tasks
+from core.data import draw_tasks
+from envs.tasks import load_tasks
 import envs
 import grpo
 

@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import budget, memory as bench_memory
 from bench.budget import Workload, measure, standing_for
 from bench.memory import advice, fitting, on_card, print_settings, step_mib
-from core.command_line import parse
-from core.errors import UserError
+from core.config import UserError, parse
 from extras.fast import attention
 from core.loading import load_model
 from core.logprobs import token_logprobs

@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import agent
 import envs
 from agent import Episode, Limits, collate, rollout
-from envs.session import Session, Watch
+from extras.isolate import Session, Watch
 from core.chat import Chat
 from core.engine import Row
 from core.logprobs import token_logprobs

@@ -17,8 +17,8 @@ from envs.code import Code
 from envs.code_style import style_findings
 from envs.code_tasks import LEVELS, read_row, read_tests
 from extras.sandbox.sandbox import parse
-from core.tasks import load_tasks
-from core.errors import UserError
+from envs.tasks import load_tasks
+from core.config import UserError
 
 try:
     sandbox.run("pass")

@@ -6,7 +6,7 @@ import pytest
 
 from bench import comparison as view
 from bench.comparison import bins, brier, calibration_error, forecast, measure, summary
-from core.errors import UserError
+from core.config import UserError
 from bench.comparison import difference
 from extras.show.report import wilson
 from test_report import EVIL, episode, folder, turn, write

@@ -14,10 +14,9 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from core.command_line import SYNONYMS, parse
-from core.config import MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag, options
+from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, SYNONYMS, TrainingFlags,
+                         UserError, auto, fill, flag, options, parse)
 from core.run import Run
-from core.errors import UserError
 from extras.serve import chat
 
 
@@ -282,7 +281,7 @@ def test_every_synonym_stands_once_and_means_a_flag():
 
 
 def test_config_waits_for_no_large_library():
-    code = "import sys, json; from core.command_line import parse; print(json.dumps(sorted(sys.modules)))"
+    code = "import sys, json; from core.config import parse; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not {"torch", "yaml", "numpy", "transformers", "safetensors"} & set(json.loads(done.stdout))
 

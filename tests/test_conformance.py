@@ -25,8 +25,7 @@ def few(monkeypatch):
 
 def verdicts(env, **flags):
     setup = Setup(Config(env=env, **flags))
-    with setup.watch:
-        rows = list(Conformance(setup).verdicts())
+    rows = list(Conformance(setup).verdicts())
     return {name: verdict for name, verdict, _ in rows}, {name: reason for name, _, reason in rows}
 
 
@@ -177,8 +176,7 @@ def test_the_command(name, status, says, capsys, monkeypatch):
 
 
 def test_an_environment_without_content_is_one_too():
-    """`Game` plays the instance of the worker it is given, even one whose length is 0."""
+    """`Game` plays the instance that it is given, even one whose length is 0."""
     setup = Setup(Config(env="sums:Empty"))
-    with setup.watch:
-        first = check.Game(setup, {})
-        assert check.Game(setup, {}, first.session.worker).session.env is first.session.env
+    first = check.Game(setup, {})
+    assert check.Game(setup, {}, first.session.env).session.env is first.session.env

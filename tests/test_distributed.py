@@ -22,7 +22,7 @@ from core import run
 from extras.exact.checkpoint import newest_checkpoint, read_state
 from core.distributed import OneProcess
 from extras.ranks import Ranks
-from core.errors import RankLost
+from core.config import RankLost
 
 ROOT = Path(run.__file__).parent.parent
 # Every algorithm takes one step on recorded episodes, then grpo plays two steps of its own. argv: place, output folder.
@@ -291,7 +291,7 @@ import os, time
 from datetime import timedelta
 from core import distributed
 from extras import ranks
-from core.errors import RankLost
+from core.config import RankLost
 ranks.SILENCE = timedelta(seconds=3)
 ranks = distributed.join()
 ranks.gather(0)
@@ -319,7 +319,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from core import distributed
 from extras import ranks
-from core.errors import UserError
+from core.config import UserError
 ranks.CONNECT = timedelta(seconds=1)
 if os.environ["RANK"] == "1":
     # It has started, and its network leads elsewhere.

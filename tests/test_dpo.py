@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 import dpo
 from extras.data.demonstrations import Encoder
-from core.tasks import load_tasks
+from envs.tasks import load_tasks
 from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
 from extras.data.imitation import demonstrate
-from core.batches import prompt_of
+from core.data import prompt_of
 from core.distributed import join
-from core.errors import UserError
+from core.config import UserError
 from core.loading import load_model
 from core.tiny import make_tiny
 

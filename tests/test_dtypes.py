@@ -11,7 +11,7 @@ import grpo
 import reward_weighted
 import sft
 from agent import rollout
-from core.errors import UserError
+from core.config import UserError
 
 ALGORITHMS = {
     "sft": (sft, dict(max_samples=8, batch_size=2)),

@@ -12,12 +12,13 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
-from core.tasks import draw_tasks, drop_seen, load_tasks
+from core.data import draw_tasks
+from envs.tasks import drop_seen, load_tasks
 import envs
 from envs.calls import awaited, fit, needed
-from envs.session import load_environments
+from agent import load_environments
 from extras.background import in_thread
-from core.errors import UserError
+from core.config import UserError
 from extras.exact.output_folder import OutputFolder, algorithm_of
 from core.tiny import make_tiny
 
@@ -410,7 +411,7 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
     import grpo
     import sft
     from extras.serve import chat
-    shelf = "from core.errors import UserError\n" + inspect.getsource(take) + inspect.getsource(Shelf).replace('return self.options["books"]', 'return f"Take {self.options}."')
+    shelf = "from core.config import UserError\n" + inspect.getsource(take) + inspect.getsource(Shelf).replace('return self.options["books"]', 'return f"Take {self.options}."')
     (tmp_path / "my.py").write_text(shelf + """
     def _expert(self):
         if self.reward:

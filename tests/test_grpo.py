@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import grpo
 from agent import rollout
-from core.errors import UserError
+from core.config import UserError
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from grpo import (
     token_advantages,
     total_loss,
 )
-from core.batches import turn_index
+from core.data import turn_index
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 # Default arguments of the surrogates, and what the tests take in their place.

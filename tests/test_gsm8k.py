@@ -15,12 +15,12 @@ from decimal import Decimal
 
 import pytest
 
-from core.tasks import _as_task, load_tasks
+from envs.tasks import _as_task, load_tasks
 import envs
 from envs import gsm8k
 from envs.gsm8k import GSM8K, _number, calculator
 from core.data import read_rows
-from core.errors import UserError
+from core.config import UserError
 
 DATA = os.path.abspath(os.path.join(os.path.dirname(__file__), "../../shared/data/gsm8k"))
 HELP = "error: use numbers"

@@ -53,7 +53,7 @@ def test_a_program_and_an_import_end_in_that_line_before_what_windows_lacks(tmp_
     for module in ("torch", "fcntl"):
         # Neither is needed for the line.
         (tmp_path / f"{module}.py").write_text("")
-    for words in (["-m", "core.program"], ["-c", "import envs"]):
+    for words in (["-m", "core.config"], ["-c", "import envs"]):
         code, out, errors = python(*words, cwd=ROOT, PYTHONPATH=str(tmp_path))
         assert code == 1 and not out
         assert errors == "transformers 4.57.1 is installed, and transformers<6,>=5.23 is needed; pip install -r requirements.txt\n"
@@ -79,15 +79,15 @@ def pip_is_missing():
 def test_the_package_lists_every_module_and_folder_and_no_requirement_of_its_own():
     setuptools = PYPROJECT["tool"]["setuptools"]
     assert sorted(setuptools["py-modules"]) == sorted(path.stem for path in ROOT.glob("*.py"))
-    folders = {path.parent.name for path in ROOT.glob("*/*.py")} - {"tests"}
-    assert set(setuptools["packages"]) == {name for name in folders if not name.startswith(".")}
+    folders = {path.parent.relative_to(ROOT) for form in ("*/*.py", "extras/*/*.py") for path in ROOT.glob(form)} - {Path("tests")}
+    assert set(setuptools["packages"]) == {".".join(path.parts) for path in folders if not path.name.startswith(".")}
     assert setuptools["dynamic"]["dependencies"] == {"file": "requirements.txt"} and "dependencies" not in PYPROJECT["project"]
 
 
 def test_an_install_that_copies_brings_the_files_that_the_code_reads():
     """`pip install .`, or from a git address: `import grpo` did not find experiment/synonyms.txt."""
     setuptools = PYPROJECT["tool"]["setuptools"]
-    files = [path for name in setuptools["packages"] if name != "bench" for path in (ROOT / name).iterdir()]
+    files = [path for name in setuptools["packages"] if name != "bench" for path in (ROOT / name.replace(".", "/")).iterdir()]
     files = [path for path in files if path.is_file() and path.suffix != ".py"]
     assert files and all(any(path.match(form) for form in setuptools["package-data"]["*"]) for path in files)
 

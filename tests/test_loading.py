@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 import lora
 from extras.exact.checkpoint import write_checkpoint
-from core.errors import UserError
+from core.config import UserError
 from extras.memory.techniques import facts
 from core.adapter_files import load_weights, save_model
 from core.chat import Chat

@@ -23,7 +23,7 @@ from lora_helpers import (
 )
 from torch.nn import functional as F
 
-from core.errors import UserError
+from core.config import UserError
 from core.loading import load_model
 from core.adapter_files import save_model
 from core.logprobs import token_logprobs

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.tasks import load_tasks
+from envs.tasks import load_tasks
 import envs
 from extras.data.imitation import demonstrate
 from bench.meetings import (

@@ -6,8 +6,7 @@ import torch
 from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same, save_tiny
 
 import grpo
-from core.config import MemoryFlags
-from core.errors import UserError
+from core.config import MemoryFlags, UserError
 from core.loading import load_model, merge
 from extras.memory.techniques import SETTINGS, Techniques, techniques, techniques_of
 from extras.memory.quantization import Int8Embedding, Linear4bit

@@ -16,10 +16,9 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from core.tasks import is_held_out, load_tasks
-from core.command_line import parse
-from core.data import read_yaml, reading
-from core.errors import UserError
+from core.data import is_held_out
+from envs.tasks import load_tasks
+from core.config import UserError, parse, read_yaml, reading
 from extras.data.mixtures import data_sources, read_data
 from extras.data.tables import pinned
 from extras.serve import chat

@@ -9,7 +9,7 @@ import torch
 
 import grpo
 import lora
-from core.errors import UserError
+from core.config import UserError
 from core.loading import load_model
 from core.adapter_files import save_model
 from core.engine import Engine, Row, make_engine
@@ -102,17 +102,23 @@ def test_the_engine_samples_under_stock_transformers_distribution(family):
     assert not facts(model).refuses_engine
     with merged(model):
         turns = play(model)
-    plain = stock(family, model)
-    worst = 0.0
-    for row, played in turns.items():
+    exact = stock(family, model, torch.float64)
+    exact.set_experts_implementation("eager")
+    logprobs = torch.tensor([x for played in turns.values() for _, _, numbers in played for x in numbers])
+    expected = stock_logprobs(exact, turns)
+    assert (logprobs - expected).abs().max() < (stock_logprobs(decoders.off_by_rounding(exact), turns) - expected).abs().max()
+
+
+@torch.no_grad()
+def stock_logprobs(plain, turns):
+    """Those of all turns of `play`, by transformers alone."""
+    values = []
+    for played in turns.values():
         assert len(played) == 3
         before, turn, _ = played[-1]
-        with torch.no_grad():
-            logp = plain(input_ids=torch.tensor([before + turn]), use_cache=False).logits[0].log_softmax(-1)
-        for before, turn, logprobs in played:
-            at = range(len(before) - 1, len(before) - 1 + len(turn))
-            worst = max(worst, (logp[at, turn] - torch.tensor(logprobs)).abs().max().item())
-    assert worst < 3e-5
+        logp = plain(input_ids=torch.tensor([before + turn]), use_cache=False).logits[0].log_softmax(-1)
+        values += [logp[range(len(before) - 1, len(before) - 1 + len(turn)), turn] for before, turn, _ in played]
+    return torch.cat(values)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba2"])
@@ -190,16 +196,16 @@ def stock_gradients(plain, model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_the_adapter_are_stock_autograds(family):
-    """In float64 to 1e-6 (the log-softmax is in float32), and in float32 to 1e-5, or where rounding alone is more, to twice that.
+    """In float64 to 1e-6 (the log-softmax is in float32), and in float32 as far as weights that are off by its rounding of their sums move them.
 
-    Of stock transformers' float32 it is 2e-5 in Gemma 4 and more in Qwen3-Next. All experts in one kernel have no float64.
+    That is 5e-6 for most families and 1e-3 for Qwen3-Next, on every processor. All experts in one kernel have no float64.
     """
     model = adapted(family)
     exact = stock(family, model, torch.float64)
     exact.set_experts_implementation("eager")
     expected = stock_gradients(exact, model)
-    rounding = (stock_gradients(stock(family, model), model) - expected).norm() / expected.norm()
-    assert (our_gradients(model) - expected).norm() / expected.norm() < max(1e-5, 2 * rounding)
+    rounding = (stock_gradients(decoders.off_by_rounding(exact), model) - expected).norm()
+    assert (our_gradients(model) - expected).norm() < rounding
     model.to(torch.float64).set_experts_implementation("eager")
     assert (our_gradients(model) - expected).norm() / expected.norm() < 1e-6
 

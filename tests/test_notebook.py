@@ -14,9 +14,8 @@ import envs
 import grpo
 import sft
 from agent import evaluate, rollout
-from core.tasks import load_tasks
-from core.config import convert, options
-from core.errors import UserError
+from envs.tasks import load_tasks
+from core.config import UserError, convert, options
 from core.run import Run
 from core.loading import load_model
 
@@ -72,7 +71,7 @@ def test_a_cell_runs_twice_with_a_class_as_its_environment(tiny, tmp_path):
 
     show = "print(json.dumps([result, result._repr_html_()]))"
     out, errors = notebook([cell(""), cell(""), cell("overwrite=True"), cell("resume=True", 2), "import json; " + show], tmp_path)
-    refused = [line for line in errors.splitlines() if line.startswith("core.errors.UserError: ")]
+    refused = [line for line in errors.splitlines() if line.startswith("core.config.UserError: ")]
     assert len(refused) == 1 and refused[0].endswith(
         "already holds a grpo run; --resume continues it, --overwrite renames it (in Python: resume=True, overwrite=True), or give another --output_dir")
     assert "after step 1" in out

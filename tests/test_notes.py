@@ -16,12 +16,11 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from core.tasks import train_and_held_out
+from envs.tasks import train_and_held_out
 from core import bars
 from extras.show import notes
 from extras.exact.checkpoint import checkpoints
-from core.config import options
-from core.errors import Stop
+from core.config import Stop, options
 from extras.exact.process import Signals
 from core.tiny import make_tiny
 
@@ -265,6 +264,6 @@ def test_sft_is_advised_where_an_expert_can_be_imitated():
 def test_errors_wait_for_torch_at_most():
     """A page imports torch, which its equations need. Nothing else that is slow stands on the way to an error."""
     code = "import sys, {}; print({{'torch', 'transformers', 'numpy'}} & {{*sys.modules}})"
-    for module, slow in (("grpo", {"torch", "numpy"}), ("extras.show.report", set()), ("core.program", set())):
+    for module, slow in (("grpo", {"torch", "numpy"}), ("extras.show.report", {"torch", "numpy"}), ("core.config", set())):
         done = subprocess.run([sys.executable, "-c", code.format(module)], cwd=programs.ROOT, capture_output=True, text=True)
         assert eval(done.stdout) == slow, done.stdout + done.stderr

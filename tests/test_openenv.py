@@ -71,12 +71,12 @@ def test_a_synchronous_client(monkeypatch):
 
 def test_a_server_has_only_so_many_sessions_and_a_run_plays_more_episodes(monkeypatch):
     """Of the server's 16 sessions 8 are taken; a client never gives back its own, so environments are kept."""
-    run = SimpleNamespace(watch=None, checkpoint=True, rollout_seconds=0.0, rollout_tokens=0.0, check=lambda: None,
+    run = SimpleNamespace(played=0, kept={}, checkpoint=True, rollout_seconds=0.0, rollout_tokens=0.0, check=lambda: None,
                           ranks=SimpleNamespace(share=range, gather=lambda episodes: [episodes]))
     for _ in range(4):
         for t in played(monkeypatch, "EchoToolEnv", f"{FILE}:reward_func=2", [call("echo", message="Hi"), "done"], 8, run):
             assert [m["content"] for m in t.messages if m["role"] == "tool"] == ["1: Hi"], t.info
-    assert len(run.watch.idle[f"{FILE}:EchoToolEnv"]) == 8
+    assert len(run.kept["idle"][f"{FILE}:EchoToolEnv"]) == 8
 
 
 @pytest.mark.parametrize("moves, reward", [((-1, -1, 0), 1.0), ((-1, 0, 0), 0.0)])

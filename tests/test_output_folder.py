@@ -18,7 +18,7 @@ from agent import Trajectory
 from extras.data.demonstrations import read_trajectories
 from extras.exact import checkpoint, output_folder
 from extras.exact.checkpoint import check_base, checkpoints, newest_checkpoint, prune, read_state
-from core.errors import Stop, UserError
+from core.config import Stop, UserError
 from extras.exact.resuming import go_back
 from core.run import Run
 from core.loading import load_model

@@ -5,7 +5,7 @@ import pytest
 
 import envs
 from envs.play import Config, Setup, command
-from core.errors import UserError
+from core.config import UserError
 
 
 def played(monkeypatch, capsys, lines, **flags):

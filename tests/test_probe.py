@@ -8,7 +8,7 @@ import torch
 from memory_helpers import EVERYTHING, save_tiny
 from test_models import save_text
 
-from core.errors import UserError
+from core.config import UserError
 from core.loading import load_model
 from core.engine import Engine
 from core.loading import merge

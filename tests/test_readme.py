@@ -12,11 +12,10 @@ import grpo
 import reward_weighted
 import sft
 from envs import load
-from core.tasks import load_tasks
+from envs.tasks import load_tasks
 from extras.serve import chat as talk
 from extras.data.imitation import demonstrate
-from core.command_line import parse
-from core.config import options
+from core.config import options, parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -23,15 +23,14 @@ import grpo
 import reward_weighted
 import sft
 from agent import Limits, rollout
-from core.tasks import load_tasks
+from envs.tasks import load_tasks
 from extras.data.demonstrations import read_trajectories
 from extras.data.imitation import demonstrate
 from core import run
 from extras.exact.checkpoint import _checksum, base_of, checkpoints, newest_checkpoint, read_state
 from core.run import Run
-from core.command_line import parse
-from core.errors import UserError
-from core.files import to_json
+from core.config import UserError, parse
+from core.data import to_json
 from extras.exact.output_folder import OutputFolder
 from extras.exact.resuming import _sequences
 from core.loading import load_model, merge
@@ -537,7 +536,7 @@ import sys
 sys.path[:0] = [{root!r}, "."]
 from dataclasses import dataclass
 import mylosses, sft
-from core.program import main
+from core.config import main
 @dataclass(kw_only=True)
 class Config(sft.Config):
     output_dir: str = "r"

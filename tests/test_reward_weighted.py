@@ -15,11 +15,10 @@ import grpo
 import reward_weighted as rw
 import sft
 from agent import Trajectory, collate, rollout
-from core.tasks import load_tasks
+from envs.tasks import load_tasks
 from extras.data.demonstrations import read_trajectories
-from core.config import options
-from core.errors import UserError
-from core.batches import turn_index
+from core.config import UserError, options
+from core.data import turn_index
 from core.loading import load_model
 from core.logprobs import token_logprobs
 

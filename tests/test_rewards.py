@@ -16,10 +16,9 @@ import envs
 from agent import Limits, Trajectory, rollout
 from extras import rewards
 from extras.vllm.ahead import Ahead
-from core.tasks import load_tasks
-from core.episodes import summarise
-from core.command_line import parse
-from core.errors import UserError
+from envs.tasks import load_tasks
+from core.data import summarise
+from core.config import UserError, parse
 from core.tiny import make_tiny
 
 MODEL, TOKENIZER = make_tiny()
@@ -125,17 +124,17 @@ def test_a_step_ahead_is_paid_in_the_main_thread():
     def play(model, engine, run, rewards):
         own.append(getattr(engine, "run", None) is run)
         rewards.pay([said("0.5", task={"answer": "1/2"})])
-        run.watch = len(paid)
+        run.played += 1
         return threading.current_thread() is threading.main_thread()
 
     payer = SimpleNamespace(pay=lambda episodes: paid.extend(map(rewards.math_verify, episodes)))
-    run = SimpleNamespace(total=3, ranks=SimpleNamespace(apart=lambda: None), line={}, watch=None, rollout_seconds=0.0, rollout_tokens=0.0, log=lambda **_: None, check=lambda: checks.append(1))
+    run = SimpleNamespace(total=3, ranks=SimpleNamespace(apart=lambda: None), line={}, played=0, rollout_seconds=0.0, rollout_tokens=0.0, log=lambda **_: None, check=lambda: checks.append(1))
     ahead = Ahead(lambda play, step, run: play(run=run), partial(play, "model", engine=SimpleNamespace(load_policy=lambda model: None), rewards=payer), run)
     assert [ahead(step) for step in range(3)] == [True, False, False] and paid == [1.0] * 3
     assert ahead.coming.done()  # no fourth step is played
     assert own == [False, True, True]  # its servers stay with the step that began it
     assert checks  # signals are looked at while it waits
-    assert run.watch == 3  # the next rollout counts on from the faults of the last one
+    assert run.played == 3
 
 
 def test_math_verify_says_how_to_install_it(monkeypatch):

@@ -25,12 +25,9 @@ from agent import Trajectory
 from extras.exact import output_folder
 from core import run
 from extras.exact.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
-from core.command_line import parse
-from core.episodes import message_lines
-from core.files import finite
+from core.config import UserError, mix, parse
+from core.data import finite, message_lines
 from core.run import LOGGED_EPISODES, Run
-from core.errors import UserError
-from core.seeds import mix
 
 ROOT = Path(run.__file__).parent.parent
 
@@ -48,8 +45,8 @@ def program(tmp_path_factory):
         import sys, time
         from dataclasses import dataclass
         from core.config import flag
-        from core.errors import UserError
-        from core.program import main
+        from core.config import UserError
+        from core.config import main
         assert not {"torch", "yaml", "transformers", "safetensors"} & set(sys.modules)
 
         @dataclass
@@ -107,7 +104,7 @@ def test_success_and_our_own_bugs(program):
 def test_a_program_that_does_not_train_names_other_flags():
     from types import SimpleNamespace
 
-    from core.program import _explain
+    from core.config import _explain
     words, code = _explain(MemoryError(), SimpleNamespace(run=None), False)
     assert code == 1 and words == "out of memory: MemoryError; lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
 

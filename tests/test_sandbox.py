@@ -22,7 +22,7 @@ import pytest
 
 from extras.sandbox import sandbox, sandbox_child
 from extras.sandbox.sandbox import CHILD, OUTPUT, run, same
-from core.errors import UserError
+from core.config import UserError
 
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
 try:

@@ -9,9 +9,9 @@ import envs
 import grpo
 from envs.corpus import Corpus, read_corpus
 from envs.search import FORMS, Search, draw_facts, f1, normalized, read_archive
-from core.tasks import load_tasks
+from envs.tasks import load_tasks
 from extras.exact.checkpoint import fingerprints
-from core.errors import UserError
+from core.config import UserError
 from extras.exact.resuming import check_ingredients
 from core.run import Run
 from tests.agents import at_random, expert, play, repeating, silent

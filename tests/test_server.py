@@ -33,8 +33,7 @@ from programs import ROOT, Program  # noqa: E402
 import grpo  # noqa: E402
 import sft  # noqa: E402
 from envs import Limits, load  # noqa: E402
-from core.errors import UserError  # noqa: E402
-from core.seeds import mix  # noqa: E402
+from core.config import UserError, mix
 from core.loading import load_model  # noqa: E402
 from core.adapter_files import save_model
 from extras.fast import static_engine

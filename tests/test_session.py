@@ -1,4 +1,4 @@
-"""envs/session.py: one thread makes all calls of an episode, and a call that holds the interpreter's lock ends the process."""
+"""extras/isolate: one thread makes all calls of an episode, and a call that holds the interpreter's lock ends the process."""
 import contextlib
 import gc
 import io
@@ -14,11 +14,17 @@ from types import SimpleNamespace
 import programs
 import pytest
 
+import agent
 import envs
+import envs.session
 from agent import Limits, rollout
-from envs.session import Session, Watch
+from core.config import EnvironmentFault, Stop
+from core.data import to_json
+from envs.tasks import load_tasks
+from extras import isolate
+from extras.data import imitation
 from extras.data.imitation import demonstrate
-from core.errors import EnvironmentFault, Stop
+from extras.isolate import Session, Watch
 from core.tiny import make_tiny
 
 
@@ -231,7 +237,7 @@ def test_a_thread_ends_with_its_session_whatever_ended_that():
 
 HANGS = '''
 import re, time
-from envs import session
+from extras import isolate as session
 
 class Bomb:
     def reset(self, **_):
@@ -474,9 +480,54 @@ def test_a_signal_does_not_wait_for_a_slow_tool():
     def check():
         if next(signals, "SIGTERM"):
             raise Stop("stopped by SIGTERM", 143)
-    session = Session(Watch(60.0, SimpleNamespace(watch=None, check=check)), "sleeps", Sleeps, {})
+    session = Session(Watch(60.0, SimpleNamespace(kept={}, check=check)), "sleeps", Sleeps, {})
     session.start()
     session.submit([{"name": "sleep", "arguments": {}}])
     with pytest.raises(Stop):
         session.results()
     assert time.monotonic() - began < 15
+
+
+# ------------------------------------------------------------------------------------- core's own
+@pytest.mark.parametrize("name", ["equations", "gsm8k", "shop"])
+def test_plain_and_isolated_sessions_give_the_same_episodes(monkeypatch, name):
+    """Also faults that end an episode, and the scripted expert's turns: whatever is recorded is equal to the byte."""
+    model, tokenizer = make_tiny()
+    tasks = [{"question": "How many?", "answer": "72"}] if name == "gsm8k" else [{}] if name == "shop" else load_tasks(name, "train", 4, 0)
+    if name == "shop":
+        monkeypatch.setattr(Shop, "get_reward", lambda self: 1 / 0 if self.mine is Shop.threads[min(1, len(Shop.threads) - 1)] else float(self.touch()))
+    episodes = []
+    for sessions in (envs.session.sessions, isolate.sessions):
+        monkeypatch.setattr(agent, "sessions", sessions)
+        Shop.threads.clear()
+        played = rollout(model, tokenizer, name, tasks, 3, limits=Limits(max_new_tokens=24, max_tokens=900), seed=5)
+        assert {t.stop_reason == "error" for t in played} == ({True, False} if name == "shop" else {False})
+        monkeypatch.setattr(imitation, "sessions", sessions)
+        if name != "gsm8k":
+            Shop.threads.clear()
+            played += demonstrate(tokenizer, name, tasks)
+        episodes.append([to_json(t.to_json()) for t in played])
+    assert episodes[0] == episodes[1]
+
+
+def test_a_plain_session_needs_no_thread_and_names_what_failed():
+    before = threading.active_count()
+    with envs.session.sessions(Limits()) as new_session:
+        session = new_session("shop", Shop, {})
+        session.start()
+        assert sell(session, "nothing", "hat") == ["error: ValueError: nothing", "1"]
+        assert session.reply("again") == ("Go on.", 0.0) and session.expert() == ("", [{"name": "sell", "arguments": {"name": "hat"}}])
+        session.env.get_reward = None
+        with pytest.raises(envs.session.EpisodeFault, match="get_reward.. on task .* raised TypeError"):
+            session.score()
+    assert threading.active_count() == before and Shop.threads == [{threading.get_ident()}]
+
+
+def test_ten_faults_in_a_row_end_a_rollout_of_plain_sessions_too():
+    run = SimpleNamespace(kept={})
+    for _ in range(2):
+        with pytest.raises(EnvironmentFault, match="10 faults in a row.*reset.. on task .* raised ZeroDivisionError") if _ else contextlib.nullcontext():
+            with envs.session.sessions(Limits(), run) as new_session:
+                for _ in range(5):
+                    with pytest.raises(envs.session.EpisodeFault):
+                        new_session("fails", type("Fails", (), {"reset": lambda self: 1 / 0}), {}).start()

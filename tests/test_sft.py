@@ -5,14 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.tasks import load_tasks
+from envs.tasks import load_tasks
 import grpo
 import sft
 from agent import Trajectory, collate
 from extras.data.imitation import demonstrate
-from core.errors import UserError
+from core.config import UserError
 from core.run import Run
-from core.batches import batches_of_like_length
+from core.data import batches_of_like_length
 from core.loading import load_model
 from core.logprobs import token_logprobs
 

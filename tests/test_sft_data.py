@@ -19,16 +19,16 @@ import envs
 import sft
 from agent import Episode, Limits, Trajectory, collate
 from envs.prompts import Prompts
-from extras.adapters.trl import opening
+from envs.prompts import opening
 from extras.data import imitation
 from extras.data.demonstrations import messages_in
 from extras.data.imitation import demonstrate
 from extras.data.imitation import read_split
 from extras.data.pairs import preference
-from core.tasks import is_held_out, load_tasks, recorded_env
-from envs.session import Session, Watch
-from core.data import as_messages
-from core.errors import UserError
+from envs.tasks import load_tasks, recorded_env
+from extras.isolate import Session, Watch
+from core.data import as_messages, is_held_out
+from core.config import UserError
 from core.chat import Chat
 from extras.data.recorded import recorded_ids
 from core.tool_calls import parse_tool_calls

@@ -29,9 +29,8 @@ from extras.exact import checkpoint
 from core import run as experiment_run
 from extras.show.notes import Alarms, alarms
 from extras.exact.checkpoint import checkpoints, newest_checkpoint
-from core.config import options
+from core.config import Stop, options
 from core.run import Run
-from core.errors import Stop
 from extras.exact.process import Signals
 from core.engine import Engine
 

@@ -7,7 +7,7 @@ import torch
 from memory_helpers import IDS, load
 from safetensors.torch import load_file, save_file
 
-from core.errors import UserError
+from core.config import UserError
 from bench.budget import Bytes, Workload, measure
 from core.loading import load_model
 from extras.memory.techniques import Techniques

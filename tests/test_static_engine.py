@@ -193,7 +193,7 @@ def test_attention_by_torchs_kernel_as_on_a_gpu():
 
 def test_rollout_with_tools_is_the_same_static(monkeypatch, graphs):
     """agent.rollout: tools in threads, rows that wait, the same episodes token by token."""
-    from core.tasks import load_tasks
+    from envs.tasks import load_tasks
     from agent import Limits, rollout
     model, tokenizer = make_tiny(0)
     tasks = load_tasks("equations", "train", 3, 0)

@@ -11,10 +11,10 @@ import agent
 import envs
 import grpo
 from agent import Limits, rollout
-from extras.adapters.trl import opening
-from core.tasks import load_tasks, train_and_held_out
-from core.episodes import transcript
-from core.errors import UserError
+from envs.prompts import opening
+from envs.tasks import load_tasks, train_and_held_out
+from core.data import transcript
+from core.config import UserError
 from core.chat import Chat
 from core.tiny import make_tiny
 
@@ -206,7 +206,7 @@ def test_a_column_that_no_task_has_is_said_once(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == ["note: --rewards asks_for_truth: no task of this step has a column 'ground_truth', so it gets None; columns: answer, env, prompt"]
 
 
-@pytest.mark.parametrize("line", ["from envs.openspiel_env import OpenSpielEnv", "from agent import MyAgent", "import episodes.mine", "import agent; agent.helper()",
+@pytest.mark.parametrize("line", ["from envs.openspiel_env import OpenSpielEnv", "from agent import MyAgent", "import core.mine", "import agent; agent.helper()",
                                   "import envs; envs.VERSION", "import llm\nmodel = llm.get_model('gpt')"])
 def test_a_package_that_has_the_name_of_ours_is_said_to(tmp_path, line):
     (tmp_path / "clashing.py").write_text(f"{line}\n")

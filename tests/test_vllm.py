@@ -22,7 +22,7 @@ from test_resume import config, place  # noqa: F401  (a fixture)
 import grpo
 import reward_weighted
 from extras.background import in_thread
-from core.errors import UserError
+from core.config import UserError
 from core.loading import load_model
 from core.logprobs import token_logprobs
 from extras.vllm import servers as vllm, proof as vllm_proof

@@ -6,6 +6,7 @@ import resource
 import signal
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,11 +17,10 @@ import envs
 from agent import Episode, Limits, Trajectory
 from envs.equations import Equations
 from envs.gsm8k import GSM8K
-from envs.session import Session, Watch
+from extras.isolate import Session, Watch
 from extras.data.demonstrations import read_trajectories
-from core.episodes import message_lines
-from core.errors import UserError
-from core.program import main
+from core.data import message_lines
+from core.config import UserError, main
 from core.chat import Chat
 from core.engine import Engine, Row
 from extras.serve import chat as talk
@@ -119,8 +119,9 @@ class Bare:
 
 def test_what_is_asked_instead_keeps_the_options_and_the_system_prompt_and_a_fault_is_told():
     def asked(cls, task, text, options):
-        session = Session(Watch(5.0), "asked", cls, task)
-        return talk.asked_instead(Episode(session, Chat(TOKENIZER, envs.schemas(cls)), Limits(), "0"), text, options)
+        new_session = partial(Session, Watch(5.0))
+        session = new_session("asked", cls, task)
+        return talk.asked_instead(Episode(session, Chat(TOKENIZER, envs.schemas(cls)), Limits(), "0"), text, options, new_session)
     assert asked(Equations, {"equation": "x = 1"}, "2x = 4", {"noise": 0.5}).session.task == {"equation": "2x = 4", "noise": 0.5}
     episode = asked(Bare, {}, "Stop.", {})
     assert episode.trajectory.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Stop."}]

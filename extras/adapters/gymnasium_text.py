@@ -12,7 +12,7 @@ from functools import cache
 import gymnasium
 
 from extras.adapters.numbered import Numbered
-from core.data import reading
+from core.config import reading
 
 # A character that a terminal would show in colour, or in two, is written in brackets.
 COLOURED = re.compile(r"(?:\x1b\[[\d;]+m)+(.*?)(?:\x1b\[0m)+")

@@ -1,6 +1,6 @@
 """What the environments of other packages share: their tasks are numbered, their rewards ready."""
-from core.data import reading
-from core.seeds import shuffled, split_of
+from core.config import reading
+from core.data import shuffled, split_of
 
 
 class Numbered:

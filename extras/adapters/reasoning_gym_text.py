@@ -13,8 +13,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 from reasoning_gym.utils import extract_answer
 
 from extras.adapters.numbered import Numbered
-from core.config import nearest
-from core.errors import UserError
+from core.config import UserError, nearest
 from core.tool_calls import after_thought
 
 

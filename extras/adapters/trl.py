@@ -1,67 +1,14 @@
-"""What TRL's data, environments and reward functions expect: prompts in rows, and arguments."""
-import inspect
+"""What TRL's data and reward functions expect."""
 from types import SimpleNamespace
 
 from envs.calls import accepts, needed
-from core.bars import say_once
-from core.data import as_messages
-from core.tool_calls import check_call
-
-
-def opening(reset, task: dict, observation: str) -> list[dict]:
-    """Return the messages of a task's column "prompt", the last of which ends with the observation.
-
-    If the method `reset` takes an argument of this name and returns text, that is all. Raises
-    ValueError if the prompt is neither text nor messages.
-    """
-    prompt = task["prompt"]
-    if prompt is None or observation and "prompt" in inspect.signature(reset).parameters:
-        prompt = ""
-    prompt = list(map(as_past, as_messages(prompt, "prompt", "user")))
-    if not all(isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-               for message in prompt):
-        raise ValueError('"prompt" must be text or a list of {"role": ..., "content": text}')
-    *messages, last = prompt
-    if last["role"] == "system" and observation:
-        return [*prompt, {"role": "user", "content": observation}]
-    if last["role"] != "user":
-        raise ValueError(f'the last message of "prompt" must be the user\'s, not {last["role"]}')
-    return [*messages, {**last, "content": last["content"] + observation}]
-
-
-def env_of(row: dict, names: list[str]) -> str:
-    """Return which of the named environments a row's "env" is, by name or class, or ValueError.
-
-    TRL calls the column "environment".
-    """
-    wanted = row.get("env", row.get("environment"))
-    for name in names:
-        if wanted in (name, name.rpartition(":")[2]):
-            return name
-    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {wanted!r:.60}')
+from core.config import say_once
 
 
 def turns_of(t) -> list[int]:
     """Return where in an episode's messages its turns are. Before them a "prompt" may have some."""
     places = [i for i, message in enumerate(t.messages) if message["role"] == "assistant"]
     return places[-len(t.rewards):]
-
-
-def as_past(message: dict) -> dict:
-    """Return a message of a prompt, an assistant's marked as not sampled here ("loss": 0).
-
-    OpenAI writes the arguments of its calls as JSON inside a string, and no content beside them;
-    templates and our episodes have the arguments as an object.
-    """
-    if message.get("role") != "assistant":
-        return message
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = check_call(call)
-        calls.append({**call, **function, "function": function})
-    if calls:
-        message = {**message, "content": message.get("content") or "", "tool_calls": calls}
-    return {**message, "loss": 0}
 
 
 def is_of_trl(function) -> bool:

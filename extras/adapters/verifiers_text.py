@@ -12,7 +12,7 @@ import verifiers.v1 as vf
 
 from envs.calls import awaited, needed
 from extras.adapters.numbered import Numbered
-from core.data import reading
+from core.config import reading
 from core.tool_calls import after_thought
 
 

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import envs
 from agent import Trajectory
-from core.tasks import need, read_as
-from core.data import as_messages, reading
-from core.episodes import without_faults
+from core.data import as_messages, need, read_as, without_faults
+from core.config import reading
 from core.chat import Chat
 
 RECORDED = "extras.data.recorded"  # only conversations in files need it

@@ -14,17 +14,15 @@ from operator import attrgetter
 from tqdm import tqdm
 
 import envs
-from agent import Episode, Trajectory, ends_on_fault
+from agent import Episode, Trajectory, ends_on_fault, load_environments
 from envs import Limits
-from envs.session import Session, Watch, load_environments
+from layers import sessions
 from extras.data.demonstrations import (Encoder, count_control_tokens, read_demonstrations,
                                      read_trajectories)
-from core.tasks import drop_seen, is_held_out, tasks_for, tasks_of, unseen
-from core.episodes import print_dropped, without_faults, without_too_long
-from core.errors import UserError
-from core.bars import NO_BAR
-from core.seeds import mix, shuffled
-from core.batches import prompt_of
+from envs.tasks import drop_seen, tasks_for
+from core.data import (is_held_out, print_dropped, prompt_of, shuffled, tasks_of, unseen,
+                       without_faults, without_too_long)
+from core.config import NO_BAR, UserError, mix
 
 HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
@@ -159,16 +157,14 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     envs.need_expert(env_name)
     classes, chats = load_environments(tokenizer, env_name, None, env_options)
     trajectories = []
-    with Watch(limits.tool_timeout) as watch:
+    with sessions(limits) as new_session:
         for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):
             name = task.get("env", env_name)
-            session = Session(watch, name, classes[name], task)
+            session = new_session(name, classes[name], task)
             episode = Episode(session, chats[name], limits, str(i))
             while episode.can_take_turn:
                 expert_turn(episode)
             trajectories.append(episode.trajectory)
-            watch.check_abandoned()
-    watch.check()
     return without_faults(without_too_long(trajectories, limits))
 
 

@@ -11,10 +11,8 @@ the others as many as the weights ask for, drawn by the seed.
 """
 from contextlib import suppress
 
-from core.bars import say_once
-from core.data import LISTS, data_sources, read_rows
-from core.errors import UserError
-from core.seeds import mix, shuffled
+from core.config import LISTS, UserError, mix, say_once
+from core.data import data_sources, read_rows, shuffled
 from extras.data.tables import pinned
 
 

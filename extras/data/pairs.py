@@ -14,14 +14,10 @@ from tqdm import tqdm
 from extras.data.demonstrations import (Conversation, Encoder, count_control_tokens, prompt_in,
                                      without_loss)
 from extras.data.imitation import draw
-from core.tasks import need, read_as
-from core.bars import NO_BAR
-from core.data import as_messages
-from core.episodes import print_dropped, shift_and_scale
-from core.errors import UserError
-from core.files import write_json
-from core.seeds import shuffled
-from core.batches import prompt_of
+from core.data import (as_messages, need, print_dropped, prompt_of, read_as, shift_and_scale,
+                       shuffled)
+from core.config import NO_BAR, UserError
+from extras.exact.files import write_json
 
 
 # ----------------------------------------------------------------------------------------- reading

@@ -5,8 +5,8 @@ import json
 import re
 from contextlib import suppress
 
-from core.data import json_rows, lines_of, parse_object, read_text, reading
-from core.errors import UserError
+from core.data import json_rows, parse_object
+from core.config import UserError, lines_of, read_text, reading
 
 # What others call our roles.
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",

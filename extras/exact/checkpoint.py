@@ -12,9 +12,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from core.data import data_sources, read_json, reading
-from core.errors import UserError
-from core.files import fingerprint, set_aside, sync, to_json, write_json
+from core.data import data_sources, read_json, to_json
+from core.config import UserError, reading
+from extras.exact.files import fingerprint, set_aside, sync, write_json
 
 DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")

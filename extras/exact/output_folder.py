@@ -9,10 +9,9 @@ from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
-from core.config import ONCE
-from core.data import data_sources, reading
-from core.errors import UserError
-from core.files import replace_file, replace_lines, set_aside, sync, to_json
+from core.config import ONCE, UserError, reading
+from core.data import data_sources, to_json
+from extras.exact.files import replace_file, replace_lines, set_aside, sync
 
 CONFIG = "config.yaml"
 EPISODES = "trajectories.jsonl"

@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from core.errors import Stop
+from core.config import Stop
 
 # SIGINT is Ctrl-C, SIGHUP a closed terminal.
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -4,9 +4,7 @@ from importlib import import_module
 from itertools import takewhile
 
 from extras.exact.checkpoint import RESTORED, fingerprints, newest_checkpoint, read_state
-from core.config import CODE, ONCE, convert
-from core.data import read_yaml
-from core.errors import UserError
+from core.config import CODE, ONCE, UserError, convert, read_yaml
 from extras.exact.output_folder import CONFIG, EPISODES, LOGS, algorithm_of, step_of
 
 # What a resumed run may change. The two that make an update may change together.

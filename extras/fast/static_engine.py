@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import torch
 
-from core.errors import first_line
+from core.config import first_line
 from core.engine import Engine
 from extras.memory.techniques import facts
 

@@ -15,7 +15,7 @@ from transformers.core_model_loading import (WeightConverter, WeightRenaming, do
                                              rename_source_key)
 
 from core.data import read_json
-from core.errors import UserError
+from core.config import UserError
 
 
 def check_stored(folder: str):

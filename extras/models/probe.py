@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from core.errors import UserError, first_line
+from core.config import UserError, first_line
 from core.adapter_files import check_finite
 from core.engine import Engine, Row
 from core.logprobs import token_logprobs

@@ -28,11 +28,8 @@ from itertools import groupby
 import envs
 from envs.calls import awaited, message_of, needed
 from extras.adapters.trl import as_trl, is_of_trl, turns_of
-from core.bars import say_once
-from core.config import nearest
-from core.data import reading
-from core.episodes import is_finite
-from core.errors import UserError
+from core.config import UserError, nearest, reading, say_once
+from core.data import is_finite
 from core.tool_calls import after_thought
 
 NGRAM = 3  # words of what counts as repeated

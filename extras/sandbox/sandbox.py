@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from core.errors import UserError
+from core.config import UserError
 
 SECONDS = 6.0  # of a whole call, from start to end
 OUTPUT = 64 * 2**10  # bytes that are printed, and bytes of values

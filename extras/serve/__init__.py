@@ -10,7 +10,7 @@ Another machine's run can have its episodes sampled here: `grpo.py --sampler htt
 
 layers.py gives agent.py `serve`, in place of core's, which only says what is missing.
 """
-from core.errors import UserError
+from core.config import UserError
 
 LOCAL = ["127.0.0.1", "localhost"]  # what may be served without a token
 

@@ -14,18 +14,16 @@ from itertools import count
 from pathlib import Path
 
 import envs
-from agent import Episode, play_turns
-from core.tasks import tasks_for
-from envs.session import Session, Watch, load_environments
-from core.program import main
-from core.seeds import mix
-from core.config import PlayFlags, convert, fill, flag, options
-from core.episodes import message_lines
-from core.errors import Stop, UserError, printable
+from agent import Episode, load_environments, play_turns
+from envs.tasks import tasks_for
+from core.config import (PlayFlags, Stop, UserError, convert, fill, flag, main, mix, options,
+                          printable)
+from core.data import message_lines
 from extras.exact.output_folder import algorithm_of
 from core.chat import Chat
 from core.engine import Row, make_engine
 from core.loading import DTYPES, load_model
+from layers import sessions
 from lora import merged
 from extras.show.report import config_of
 from extras.show.traces import Traces, play_tasks
@@ -191,17 +189,17 @@ def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     [(name, chat)] = chats.items()
     limits = envs.limits_of(config)
     introduce(name, classes[name], chat)
-    with Watch(limits.tool_timeout) as watch, merged(model):
+    with sessions(limits) as new_session, merged(model):
         engine = engine_for(config, model, chat)
         for number in count():
-            session = Session(watch, name, classes[name], tasks[number % len(tasks)])
+            session = new_session(name, classes[name], tasks[number % len(tasks)])
             episode = Episode(session, chat, limits, str(number))
             text = ask(f"Task: {printable(episode.trajectory.messages[-1]['content'])}\n")
             if text is None:
                 return
             try:
                 if text:
-                    episode = asked_instead(episode, text, options)
+                    episode = asked_instead(episode, text, options, new_session)
             except ValueError as error:
                 print(f"[{printable(str(error))}]")
                 continue
@@ -223,7 +221,7 @@ def introduce(name: str, cls: type, chat: Chat):
         print(textwrap.fill(text, WIDTH))
 
 
-def asked_instead(episode: Episode, text: str, options: dict) -> Episode:
+def asked_instead(episode: Episode, text: str, options: dict, new_session) -> Episode:
     """Return the episode of what the user typed in place of the task that is shown.
 
     Raises ValueError if the environment cannot read it.
@@ -231,7 +229,7 @@ def asked_instead(episode: Episode, text: str, options: dict) -> Episode:
     session = episode.session
     if hasattr(session.cls, "_from_text"):
         task = session.cls._from_text(text) | envs.taken(session.cls, options)
-        session = Session(session.watch, session.name, session.cls, task)
+        session = new_session(session.name, session.cls, task)
         episode = Episode(session, episode.chat, episode.limits, episode.trajectory.group_id)
         question = episode.trajectory.messages[-1]["content"]
         if question != text:

@@ -12,7 +12,7 @@ from functools import partial
 
 from core.adapter_files import read_settings
 from core.engine import Engine, Row
-from core.episodes import members
+from core.data import members
 from core.loading import adapt
 from core.sampling import sample
 from lora import adapters, merged

@@ -25,7 +25,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from core.adapter_files import ADAPTER
 from core.chat import Chat
 from core.loading import newest
-from core.seeds import mix
+from core.config import mix
 from core.tool_calls import parse_tool_calls
 from extras.background import promised
 from extras.data.recorded import recorded_ids, split_thought

@@ -3,7 +3,7 @@ import math
 from html import escape
 from statistics import fmean
 
-from core.episodes import is_finite
+from core.data import is_finite
 
 PARTS = 20  # of a run, over each of which the bold curve is a mean
 UNITS = {"peak_memory_mb": "MiB"}

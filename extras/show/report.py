@@ -9,13 +9,11 @@ from html import escape
 from pathlib import Path
 
 from extras.exact.checkpoint import newest_checkpoint
-from core.data import json_rows, lines_of, read_json, read_yaml, reading, whole
-from core.episodes import transcript
-from core.errors import UserError, beginning
-from core.files import replace_file
+from core.data import json_rows, read_json, transcript
+from core.config import UserError, beginning, lines_of, prepare_streams, read_yaml, reading, whole
+from extras.exact.files import replace_file
 from extras.show.notes import headline, wilson
 from extras.exact.output_folder import CONFIG, EPISODES, algorithm_of
-from core.program import prepare_streams
 from extras.show.curves import curves, number
 
 MAX_EPISODES = 24  # on a page

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from agent import Trajectory, rollout, rollout_options
-from core.episodes import pass_at_k, summarise, transcript
-from core.errors import UserError, printable
-from core.files import replace_file, set_aside, to_json
+from core.data import pass_at_k, summarise, to_json, transcript
+from core.config import UserError, printable
+from extras.exact.files import replace_file, set_aside
 
 SHOWN = 8  # episodes that are printed
 

@@ -48,7 +48,7 @@ class Ahead:
             while not self.due.empty():
                 self.due.get()()
         self.run.log(**self.shadow.line)
-        self.run.watch = self.shadow.watch
+        self.run.played = self.shadow.played
         self.run.rollout_seconds += time.monotonic() - began
         return self.coming.result()
 

@@ -3,7 +3,7 @@ from contextlib import contextmanager
 
 import torch
 
-from core.errors import UserError
+from core.config import UserError
 from core.logprobs import token_logprobs
 from lora import adapter_tensors, merged, reference
 

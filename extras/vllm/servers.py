@@ -27,8 +27,7 @@ from itertools import count
 from urllib.parse import urlsplit
 
 from extras.background import in_thread
-from core.bars import say
-from core.errors import UserError, first_line
+from core.config import UserError, first_line, say
 from core.adapter_files import save_model
 from extras.vllm.proof import prove
 from lora import settings

@@ -1,34 +1,12 @@
-"""Files that are whole or absent, strict JSON, and fingerprints."""
+"""Files that are whole or absent, and their fingerprints."""
 import errno
 import hashlib
-import json
-import math
 import os
 import re
 
-from core.data import whole
+from core.data import to_json
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def finite(value):
-    """Return the value as strict JSON holds it, so that our own reader takes what we write.
-
-    Non-finite floats become None, tensor and numpy scalars numbers, lone surrogates "?".
-    """
-    if isinstance(value, dict):
-        return {whole(str(key)): finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    if isinstance(value, str):
-        return whole(value)
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def to_json(value, indent=None):
-    """Return the value as strict JSON, with a newline at the end."""
-    return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
 
 
 def write_json(path, value):

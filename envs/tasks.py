@@ -1,5 +1,4 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
-import json
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -9,15 +8,9 @@ from itertools import chain
 from tqdm import tqdm
 
 import envs
-from core.bars import NO_BAR
-from core.config import MIXTURES
-from core.data import reading
-from core.episodes import print_dropped
-from core.errors import UserError
-from core.files import finite
-from core.seeds import mix, shuffled, split_of
+from core.config import MIXTURES, NO_BAR, UserError, reading
+from core.data import (is_held_out, json_of, need, print_dropped, read_as, shuffled, unseen)
 
-CELLS = "envs.options"  # only a .csv file needs it
 needed = cache(envs.needed)  # a file may have a million rows
 
 
@@ -77,7 +70,7 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     with reading(f"environment {name!r}: _tasks({split!r}, {n}, {seed})"):
         rows = [dict(row) for row in cls._tasks(split, n, seed)]
         # What JSON cannot hold can be neither compared nor recorded.
-        _text(rows)
+        json_of(rows)
         if not rows:
             raise ValueError("it made no tasks")
     return rows
@@ -91,10 +84,12 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     # Rows of `code` are tried in the sandbox, some thirty a second.
     for place, row in tqdm(rows, "tasks", disable=NO_BAR, leave=False, delay=2):
         with reading(place):
-            if len(names) > 1 and import_module(envs.TRL).env_of(row, names) != name:
+            if len(names) > 1 and env_of(row, names) != name:
                 continue
             if ".csv:" in place.lower():
-                row = import_module(CELLS).read_cells(cls.reset, row)
+                # The cells of a table are text.
+                from envs.options import read_cells
+                row = read_cells(cls.reset, row)
             in_split = is_whole or is_held_out(row) == (split == "test")
             # Rows of the other split are checked as well.
             task = _as_task(cls, row)
@@ -114,6 +109,18 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     return shuffled(tasks, seed)
 
 
+def env_of(row: dict, names: list[str]) -> str:
+    """Return which of the named environments a row's "env" is, by name or class, or ValueError.
+
+    TRL calls the column "environment".
+    """
+    wanted = row.get("env", row.get("environment"))
+    for name in names:
+        if wanted in (name, name.rpartition(":")[2]):
+            return name
+    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {wanted!r:.60}')
+
+
 def _as_task(cls, row: dict) -> dict | None:
     """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
     required = needed(cls.reset)
@@ -129,7 +136,8 @@ def _as_task(cls, row: dict) -> dict | None:
         need(task, *required, otherwise=hint)
         prompt = task.get("prompt", "")
         if not isinstance(prompt, str) or prompt[:1] == "[":
-            import_module(envs.TRL).opening(cls.reset, task, "any question")
+            from envs.prompts import opening
+            opening(cls.reset, task, "any question")
     return task
 
 
@@ -180,12 +188,6 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     return unseen(held_out, training_tasks, content)
 
 
-def tasks_of(episodes) -> list[dict]:
-    """Return the tasks that episodes recorded."""
-    tasks = [t.info.get("task") for t in episodes]
-    return [task for task in tasks if isinstance(task, dict)]
-
-
 def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     """Return n training tasks and the held-out tasks of a config; no task is in both.
 
@@ -196,77 +198,3 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     train = tasks_for(config, "train", n, files, holds_out=config.eval_tasks > 0)
     held_out = tasks_for(config, "test", config.eval_tasks, files)
     return train, drop_seen(held_out, train)
-
-
-def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: int) -> list[dict]:
-    """Return the candidates number `first` to `first + n - 1` of a step, a function of the seed.
-
-    The first `tasks_per_step` are the epoch's next tasks in shuffled order, and where it ends, the
-    first ones of the next epoch; more are drawn at random.
-    """
-    if first:
-        return [tasks[mix(seed, step, k) % len(tasks)] for k in range(first, first + n)]
-    epoch, place = divmod(step * tasks_per_step, len(tasks))
-    drawn = shuffled(tasks, [seed, epoch], slice(place, place + n))
-    while len(drawn) < n:
-        epoch += 1
-        drawn += shuffled(tasks, [seed, epoch], slice(n - len(drawn)))
-    return drawn
-
-
-# ---------------------------------------------------------------------------- rows of any file
-# What a row with such a column is, and how its file is given.
-KINDS = {
-    "token_ids": "a recorded episode is given with --trajectories",
-    "chosen": "a pair is given to dpo.py with --dataset",
-    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
-                    "a conversation is given to sft.py with --dataset"),
-}
-
-
-def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
-    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
-
-    `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
-    """
-    for place, row in import_module(MIXTURES).read_data(data, fields, seed):
-        with reading(place):
-            item = convert(row, place)
-        yield item
-
-
-def need(row: dict, *fields: str, otherwise: str = ""):
-    """Raise ValueError if the row lacks one of the fields.
-
-    The message says how a row of another kind is given, or what is missing, and `otherwise`.
-    """
-    columns = ", ".join(row)
-    for name in fields:
-        if row.get(name) is None:
-            wanted = {None, *map(KINDS.get, fields)}
-            kinds = [kind for kind in map(KINDS.get, row) if kind not in wanted]
-            if kinds:
-                raise ValueError(f"{kinds[0]}; the row has: {columns}")
-            hint = otherwise and f"; {otherwise}"
-            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
-            raise ValueError(f"{wrong}; has: {columns}{hint}")
-
-
-def is_held_out(content) -> bool:
-    """True for a tenth of all contents, by their hash."""
-    return split_of(_text(content)) == "test"
-
-
-def unseen(held_out: list, training: list, content) -> list:
-    """Return the held-out items that are no training items, and print how many were dropped.
-
-    `content` is a function that returns what identifies an item, as a JSON value.
-    """
-    seen = {_text(content(item)) for item in training}
-    kept = [item for item in held_out if _text(content(item)) not in seen]
-    print_dropped(held_out, kept, "held-out rows are also in the training data: dropped")
-    return kept
-
-
-def _text(content) -> str:
-    return json.dumps(finite(content), sort_keys=True)

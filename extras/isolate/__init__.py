@@ -1,0 +1,253 @@
+"""Isolated sessions: each environment lives in a thread of its own, and its calls have a time-out.
+
+`sessions` overrides envs.session.sessions, with the same signature. `Session` is the plain one with
+every method made in a thread: what the model reads and what is paid is the same to the byte.
+
+The code of an environment is not ours. It may raise, exit, or never return. Whatever it does ends
+at most its own episode, until it happens so often that the environment must be broken:
+
+    a call that does not return     its thread is left behind; a tool's answer is an error text, and
+                                    any other call ends its episode. Nine in a rollout end that
+    one that holds Python's lock    the process ends with a traceback that names the tool
+    tools that replace sys.stdout   the run ends, because their results may be mixed up
+    a signal during a slow call     it is handled at once (`run.check`)
+
+An instance that holds something with a close(), such as a client, is kept and reset for a later
+episode. Without this layer every episode makes its own.
+"""
+import faulthandler
+import io
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict
+from concurrent import futures
+from contextlib import contextmanager
+from functools import partial
+
+import envs.session
+from core.config import EnvironmentFault
+from envs.calls import message_of
+from envs.session import EpisodeFault
+
+MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
+HANG_SECONDS = 30  # beyond the time-out in which no thread ran: a call holds Python's lock
+MIXED = ("tools replaced sys.stdout (contextlib.redirect_stdout?) while those of other episodes "
+         "ran, in threads of the same process, so that their results are mixed up; hold a "
+         "threading.Lock of the module meanwhile, or run such code in a process of its own")
+
+
+@contextmanager
+def sessions(limits, run=None):
+    """Yield the function make(name, cls, task) that makes the sessions of a rollout.
+
+    A signal to the `run` ends the wait for a call. Raises EnvironmentFault, at the end or as soon
+    as too many calls were left behind.
+    """
+    with Watch(limits.tool_timeout, run) as watch:
+        yield partial(Session, watch)
+    watch.check()
+
+
+class Watch(envs.session.Faults):
+    """What the sessions of a rollout share: the time-out, the count of faults, and a timer.
+
+    A call that never releases the interpreter's lock, such as a catastrophic regular expression,
+    stops all threads: neither the time-out nor a signal is handled. The timer of faulthandler
+    needs no lock. It prints where each thread is, which names the tool, and ends the process. While
+    other threads run, one of them starts it anew each second.
+    """
+
+    def __init__(self, timeout: float, run=None):
+        super().__init__(run)
+        self.timeout = timeout
+        self.run = run
+        self.is_open = None  # until it is entered, which /solve never does; afterwards False
+        self.running = set()  # the sessions that are in a call now
+        self.lock = threading.Lock()
+        # Name -> workers whose environments wait for their next episode.
+        kept = run.kept if run else {}
+        self.idle = kept.setdefault("idle", defaultdict(list))
+        self.abandoned = []  # the calls that did not return in time
+
+    def __enter__(self):
+        self.is_open = True
+        self.stdout = sys.stdout
+        threading.Thread(target=self._keep_alive, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        with self.lock:
+            self.is_open = False
+            faulthandler.cancel_dump_traceback_later()
+            # Calls that overlap and each put back what they met leave another's buffer behind.
+            if isinstance(sys.stdout, io.StringIO) and sys.stdout is not self.stdout:
+                self.broken = MIXED
+            sys.stdout = self.stdout
+
+    def _keep_alive(self):
+        while self.is_open:
+            with self.lock:
+                self._set_timer()
+            time.sleep(1)
+
+    def _set_timer(self):
+        """Start the timer anew if calls run, else stop it."""
+        if self.is_open:
+            faulthandler.cancel_dump_traceback_later()
+            if self.running:
+                faulthandler.dump_traceback_later(self.timeout + HANG_SECONDS, exit=True, file=2)
+
+    def call_began(self, session):
+        """Start the timer with the first call that runs. Raise SystemExit if nobody waits."""
+        if session.timed_out or self.is_open is False:
+            # This thread was left behind. It must not change anything any more.
+            raise SystemExit
+        with self.lock:
+            self.running.add(session)
+            if len(self.running) == 1:
+                self._set_timer()
+
+    def call_ended(self, session):
+        with self.lock:
+            self.running.discard(session)
+            if not self.running:
+                self._set_timer()
+
+    def leave(self, place: str):
+        """Note the call that was left behind. Raise EnvironmentFault if a rollout has too many."""
+        self.abandoned.append(place)
+        if self.is_open and len(self.abandoned) > MAX_ABANDONED:
+            raise EnvironmentFault(
+                f"{len(self.abandoned)} calls did not return within {self.timeout:g} s, the last "
+                f"one {place}; fix it, or let the environment state a longer tool_timeout in its "
+                "`limits`")
+
+
+class Session(envs.session.Session):
+    """A session whose calls are made in a thread. One that is late is left behind there.
+
+    The environment then still sits in that call, and is not touched again (`timed_out`).
+    """
+
+    def __init__(self, watch: Watch, name: str, cls: type, task: dict):
+        super().__init__(watch, name, cls, task)
+        self.watch = watch
+        # A server begins its episodes in several threads.
+        with watch.lock:
+            idle = watch.idle[name]
+            self.worker = idle.pop() if idle else Worker()
+        self.env = self.worker.env
+        weakref.finalize(self, keep, self.worker, idle)
+
+    def submit(self, calls):
+        super().submit(calls)
+        if not self.timed_out:
+            self._begin(self._play)
+
+    def results(self):
+        if self.timed_out:
+            return [("error: the tool is still busy", True, 0.0)] * len(self.calls)
+        self._wait()
+        results = self._read_answers()
+        if not self.timed_out:
+            self._check()
+        late = f"error: TimeoutError: no answer within {self.watch.timeout:g} s"
+        return results + [(late, True, 0.0)] * (len(self.calls) - len(results))
+
+    def reply(self, text):
+        return (None, 0.0) if self.timed_out else super().reply(text)
+
+    def score(self):
+        return (self.reward, {}, False) if self.timed_out else super().score()
+
+    def _ask(self, function, *arguments):
+        self._begin(function, *arguments)
+        self._wait()
+        self._check()
+        return self.outcome.result()
+
+    def _enter(self, member: str):
+        """Begin the call of a member, in the thread: its time-out starts now."""
+        self.watch.call_began(self)
+        super()._enter(member)
+        self.began = time.monotonic()
+
+    def _start(self):
+        messages, max_turns = super()._start()
+        if not self.timed_out:
+            self.worker.env = self.env
+        return messages, max_turns
+
+    # --------------------------------------------------------------------------- around the thread
+    def _begin(self, function, *arguments):
+        """Start the function in the thread."""
+        self.phase = function.__name__
+        self.began = time.monotonic()
+        outcome = self.outcome = futures.Future()
+
+        def run():
+            try:
+                outcome.set_result(function(*arguments))
+            # KeyboardInterrupt too: signals come to the main thread, the environment raised it.
+            except BaseException as error:
+                # Its traceback would hold the session.
+                outcome.set_exception(error.with_traceback(None))
+            self.watch.call_ended(self)
+        self.worker.jobs.put(run)
+
+    def _wait(self):
+        """Wait for the thread. If one of its calls takes too long, it is left behind."""
+        while not self.outcome.done():
+            left = self.began + self.watch.timeout - time.monotonic()
+            if left <= 0:
+                self.timed_out = True
+                self.worker.env = None
+                self.watch.leave(self.place(self.member))
+                break
+            if self.watch.run:
+                self.watch.run.check()
+            futures.wait([self.outcome], min(left, 1))  # s
+
+    def _check(self):
+        """Raise EpisodeFault if the thread was left behind, or ended by an exception."""
+        fault = error = None
+        if self.timed_out:
+            fault = f"{self.place(self.member)} did not return within {self.watch.timeout:g} s"
+        elif error := self.outcome.exception():
+            fault = f"{self.place(self.member)} raised {message_of(error)}"
+        self.watch.count((self.name, self.phase), fault)
+        if fault:
+            self.worker.env = None
+            raise EpisodeFault(fault) from error
+
+
+class Worker:
+    """The thread in which an environment lives, and the environment, None before it is made."""
+
+    def __init__(self):
+        self.env = None
+        self.jobs = queue.SimpleQueue()
+        threading.Thread(target=work, args=(self.jobs,), daemon=True).start()
+        # The thread ends with its worker.
+        weakref.finalize(self, self.jobs.put, None)
+
+
+def work(jobs: queue.SimpleQueue):
+    """Do the jobs of a worker one after another, until one is None."""
+    while job := jobs.get():
+        job()
+        # Waiting for the next job must not keep the session alive.
+        del job
+
+
+def keep(worker: Worker, idle: list):
+    """Keep an environment that holds something to be closed, such as a client, for other episodes.
+
+    An OpenEnv client never gives back its session with the server, which has only so many. In TRL,
+    too, such an environment is made once and reset often.
+    """
+    if any(hasattr(value, "close") for value in getattr(worker.env, "__dict__", {}).values()):
+        idle.append(worker)
