@@ -13,5 +13,7 @@ from envs.session import sessions
 # PyPI has a package "extras", too.
 if Path(__file__).parent.joinpath("extras/isolate").is_dir():
     from extras.isolate import sessions  # noqa: F811
+if Path(__file__).parent.joinpath("extras/models").is_dir():
+    import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
 
 __all__ = ["Run", "load_model", "make_engine", "sessions"]

@@ -3,14 +3,18 @@
 A conversation is never rendered twice. The ids of an episode are prompt + sampled + suffix +
 sampled ..., where each suffix (tool results or a user's reply) is cut out of the rendering of a
 dummy conversation. That also works for templates that rewrite history.
+
+Only what the template writes or the policy samples can be a control token, such as `<|im_start|>`.
+Before the template sees a text, every control token that the text spells is put between two
+characters that no text has. After rendering, what stands there is encoded with ordinary tokens.
 """
 import json
 import os
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
-from core.config import say_once
-from core.template import Template
+from core.config import first_line, say_once, whole
 from core.tool_calls import parse_tool_calls
 
 # Words that no template contains. Where they come out tells what a template does with a text.
@@ -28,67 +32,50 @@ To call a function, write its name and arguments as JSON between tags, one pair 
 {{"name": "function_name", "arguments": {{"argument_name": "value"}}}}
 </tool_call>
 Each result comes back between <tool_response> and </tool_response>."""
+# Around a control token that is meant as text: the last two variation selectors, which no character
+# uses. They are printable, so that Python's repr, which LFM2.5's template writes, keeps them.
+BEGIN, END = "\U000e01ee", "\U000e01ef"
 
 
 class TurnEnd(NamedTuple):
-    """How an assistant turn ends in a rendering.
+    """How an assistant turn ends in a rendering."""
 
-    Attributes:
-        stop_id: the token with which the model ends the turn.
-        since: the last token of the turn where the conversation continues, and how many times that
-            token occurs up to the end of the dummy turn.
-    """
-
-    stop_id: int
-    since: tuple[int, int]
+    stop_id: int  # the token with which the model ends the turn
+    since: tuple[int, int]  # the last token of the turn in history, and its count up to there
 
 
 class Chat:
-    """Messages to token ids, for one tokenizer and one list of tools.
-
-    Only what the template writes itself, or the policy samples, can be a control token. All other
-    text is encoded as text, whatever it spells.
-
-    Args:
-        tokenizer: a tokenizer of transformers. It is not changed.
-        tools: schemas as transformers' get_json_schema makes them.
-        generation_config: the model's; its eos_token_id ends a turn too.
+    """Messages to token ids, for one tokenizer and one list of tools (JSON schemas).
 
     Attributes:
         tools: the schemas of the functions by their names.
         native_tools: True if the template shows tools, results, and calls that we can read.
             Otherwise tools go into the first user message, calls and results are Hermes text.
+        shows_one_call: True if the template has no place for a second call in a turn (Llama 3).
         opened_thought: the beginning of a thought that the prompt writes for the model, or "".
         stop_ids: the tokens that end a turn.
         start_ids: the tokens that open a message. None occurs inside a turn, so a turn in which the
             model sampled one is malformed.
         end_ids: both, at which sampling ends.
-
-    Raises:
-        ValueError: in one line, for a template or tools that cannot be used.
     """
 
     def __init__(self, tokenizer, tools: list[dict], generation_config=None):
+        """Raise ValueError, in one line, for a template or tools that cannot be used."""
         self.tokenizer = tokenizer
         self._template = Template(tokenizer)
+        self.encode = self._template.encode  # control tokens in the text count as such
         tools = self._template.clean(tools)
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._probe(tools)
         eos = getattr(generation_config, "eos_token_id", None)
         eos = eos if isinstance(eos, (list, tuple)) else [eos]
-        stops = {*eos, tokenizer.eos_token_id, self.call_stop_id, self.answer_stop_id}
-        self.stop_ids = frozenset(stops - {None})
+        eos = {*eos, tokenizer.eos_token_id} - {None}
+        self.stop_ids = frozenset(eos | {self.call_stop_id, self.answer_stop_id})
         self.start_ids = self._turn_starts() - self.stop_ids
         self.end_ids = self.stop_ids | self.start_ids
 
-    # -------------------------------------------------------------------- an episode, turn by turn
-
     def prompt(self, messages: list[dict]) -> list[int]:
-        """Return the ids of the first prompt, generation prompt included.
-
-        Args:
-            messages: a system message or a conversation, if any, and last a user message.
-        """
+        """Return the ids of the first prompt. The last message is the user's."""
         shown = [dict(message) for message in messages]
         introduction = self._tools_text
         if self._folds_system and shown[0]["role"] == "system":
@@ -109,8 +96,7 @@ class Chat:
         """Return an assistant turn as the model would sample it, its stop token included.
 
         Args:
-            content: the text of the turn.
-            calls: tool calls as {"name", "arguments"}.
+            content, calls: the text of the turn, and its tool calls as {"name", "arguments"}.
             fields: further fields of the message, such as a thought, for templates that show them.
         """
         if not self.native_tools:
@@ -120,14 +106,14 @@ class Chat:
                 call = json.dumps(call, ensure_ascii=False).replace("</think>", "<\\/think>")
                 lines.append(f"<tool_call>\n{call}\n</tool_call>")
             content, calls = "\n".join(lines), []
-        if len(calls) > 1 and not self._many_calls:
+        if len(calls) > 1 and self.shows_one_call:
             raise ValueError(f"the chat template shows one tool call per turn, got {len(calls)}")
         messages = [self._message("user", USER)]
         prompt = self._template.ids(messages, since=self._first_user)
         messages.append(self._message("assistant", content, calls, **fields))
-        whole = self._template.ids(messages, generate=False, since=self._first_user)
-        shared = len(os.path.commonprefix([prompt, whole]))
-        turn = self._continue_prompt(prompt[shared:], whole[shared:])
+        rendered = self._template.ids(messages, generate=False, since=self._first_user)
+        shared = len(os.path.commonprefix([prompt, rendered]))
+        turn = self._continue_prompt(prompt[shared:], rendered[shared:])
         stop = self.call_stop_id if calls else self.answer_stop_id
         if stop in turn:
             turn = turn[: turn.index(stop)]
@@ -161,15 +147,6 @@ class Chat:
         ids = self._template.ids(dummy, since=end.since)
         return ids[1:] if sampled_stop == end.stop_id else ids
 
-    @property
-    def shows_one_call(self) -> bool:
-        """True if the template has no place for a second call in a turn (Llama 3, gpt-oss)."""
-        return self.native_tools and not self._many_calls
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text in which control tokens count as such."""
-        return self._template.encode(text)
-
     def text(self, ids: list[int]) -> str:
         """Return what the model wrote, control tokens spelled out, without the stop token."""
         if ids and ids[-1] in self.stop_ids:
@@ -177,12 +154,7 @@ class Chat:
         return self._template.decode(ids)
 
     def _continue_prompt(self, prompt_ids, turn_ids):
-        """Return a turn as it continues the generation prompt.
-
-        Args:
-            prompt_ids: the last ids of the prompt, which the rendering of the whole turn lacks.
-            turn_ids: what stands there instead, up to the end of the rendering.
-        """
+        """Return the rendered turn_ids as they continue a prompt that ends with prompt_ids."""
         missing = self._template.decode(prompt_ids)
         # The prompt may end with "<think>\n" where the turn has "<think>\n\n": "\n\n" is one token.
         for end in range(len(missing.encode()) + 2):
@@ -197,8 +169,6 @@ class Chat:
                              f"prompt: {missing!r}; where that closes a thought, put "
                              "{% set enable_thinking = true %} at its top")
         return turn_ids
-
-    # -------------------------------------------------------------- what the template does to text
 
     def _message(self, role, content, calls=(), **fields):
         message = {"role": role, "content": content, **fields}
@@ -215,9 +185,9 @@ class Chat:
 
     def _called(self, names, results):
         """Return a dummy conversation: user, assistant with calls of these names, results."""
-        calls = [{"name": name, "arguments": {"x": ARG}} for name in names]
-        shown = calls if self._many_calls else calls[:1]
-        messages = [self._message("user", USER), self._message("assistant", "", shown)]
+        shown = names[:1] if self.shows_one_call else names
+        calls = [{"name": name, "arguments": {"x": ARG}} for name in shown]
+        messages = [self._message("user", USER), self._message("assistant", "", calls)]
         for i, (name, result) in enumerate(zip(names, results, strict=True)):
             messages.append(self._message("tool", result, tool_call_id=f"call{i:05d}", name=name))
         return messages
@@ -226,12 +196,13 @@ class Chat:
         """Find out from renderings of dummy conversations what the template shows."""
         template = self._template
         template.tools = [PROBE_TOOL]
-        self._many_calls = True
+        self.shows_one_call = False
         one_call = self._called(["probe"], [RESULT])
         shown = template.shows([ABOUT, ARG, RESULT], one_call)
         self.native_tools = shown and self._is_read(one_call)
         two_calls = ["probe", "probe"], [RESULT, RESULT]
-        self._many_calls = template.shows([ARG, ARG, RESULT], self._called(*two_calls))
+        shows_two = template.shows([ARG, ARG, RESULT], self._called(*two_calls))
+        self.shows_one_call = self.native_tools and not shows_two
         template.tools = None
         self._tools_text = []
         if tools and self.native_tools:
@@ -258,11 +229,11 @@ class Chat:
 
     def _is_read(self, dummy):
         """True if the parser reads the call of dummy[1] as the template writes it."""
-        whole = self._template.render(dummy[:2], generate=False)
-        prompt = os.path.commonprefix([self._template.render(dummy[:1]), whole])
+        rendering = self._template.render(dummy[:2], generate=False)
+        prompt = os.path.commonprefix([self._template.render(dummy[:1]), rendering])
         # QwQ's prompt opens a thought, and "<think>" begins as "<tool_call>" does.
         prompt = re.sub("<[^<>]*$", "", prompt)
-        return len(parse_tool_calls(whole[len(prompt) :])[1]) == 1
+        return len(parse_tool_calls(rendering[len(prompt) :])[1]) == 1
 
     def _end_of_turn(self, dummy) -> TurnEnd:
         """Find how the assistant turn dummy[1] of a conversation ends."""
@@ -282,8 +253,7 @@ class Chat:
         both = os.path.commonprefix([alone, followed])
         stop = (both or alone or followed[:1])[-1]
         cut = stop if stop in followed else followed[0]
-        count = template.controls(" ".join(before)).count(cut)
-        return TurnEnd(stop, (cut, count + 1))
+        return TurnEnd(stop, (cut, template.controls(" ".join(before)).count(cut) + 1))
 
     def _turn_starts(self):
         """Return the control tokens that open an assistant message or the message after it."""
@@ -299,3 +269,140 @@ class Chat:
         rendering = template.render(thoughtful, generate=False)
         inside = template.controls(rendering.partition(THOUGHT)[2].partition(ANSWER)[0])
         return frozenset({*opening[:1], *followed[1:2]}.difference(inside))
+
+
+class Template:
+    """The chat template of one tokenizer: rendering, and encoding so that text stays text."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.name = tokenizer.name_or_path or "this tokenizer"
+        self.tools = None  # the schemas that every rendering shows, already `clean`
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        normalizer = getattr(backend, "normalizer", None)
+        self._normalized = normalizer.normalize_str if normalizer else str
+        self._control_ids = {}  # spelling -> id
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if _is_control(token):
+                self._control_ids[token.content] = token_id
+                # The tokenizer looks for such a token in normalized text.
+                if token.normalized:
+                    self._control_ids[self._normalized(token.content) or token.content] = token_id
+        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._control = re.compile(pattern)
+        # With the lines after it: templates strip them where they cut a thought out of a text, and
+        # spell them in JSON.
+        self._spelled = re.compile(f"(?:{pattern})\n{{0,2}}")
+        self._marked = re.compile(
+            f"{BEGIN}((?:{pattern})(?:\n|\\\\+n){{0,2}}){END}|[{BEGIN}{END}]")
+        self._newline = self.encode("\n")
+        # The episodes of a group often see the same results.
+        self._cached_ids = lru_cache(256)(self._render_ids)
+
+    def clean(self, value):
+        """Return a copy of a message's field or a tool's schema that spells no control token.
+
+        Lone surrogates, which no tokenizer encodes, become question marks. Names of fields cannot
+        be marked, because templates look them up: ValueError if one spells a control token.
+        """
+        if isinstance(value, dict):
+            for name in value:
+                if self.clean(name) != name:
+                    raise ValueError(f"names must be text without control tokens, got {name!r:.60}")
+            return {name: self.clean(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.clean(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        text = whole(value).replace(BEGIN, "").replace(END, "")
+        # A normalizer may turn text into a control token: NFKC does it with full-width characters.
+        normalized = self._normalized(text)
+        if len(self._control.findall(normalized)) > len(self._control.findall(text)):
+            text = normalized
+        return self._spelled.sub(f"{BEGIN}\\g<0>{END}", text)
+
+    def render(self, messages: list[dict], generate: bool = True) -> str:
+        """Return the template's text for messages, or raise ValueError in one line."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=self.tools, add_generation_prompt=generate, tokenize=False)
+        # It may be one of Jinja's, or whatever Python raises inside a template.
+        except Exception as error:
+            problem = f"the chat template of {self.name} failed: {first_line(error)}"
+            raise ValueError(problem) from error
+
+    def shows(self, words: list[str], messages: list[dict]) -> bool:
+        """True if a rendering of messages contains all words, in their order."""
+        try:
+            return bool(re.search(".*".join(words), self.render(messages), re.DOTALL))
+        except ValueError:
+            return False
+
+    def controls(self, rendering: str) -> list[int]:
+        """Return the ids of the control tokens that the template wrote into a rendering."""
+        written = self._control.findall(self._marked.sub(" ", rendering))
+        return [self._control_ids[spelling] for spelling in written]
+
+    def since(self, rendering: str, token_id: int, n: int) -> str:
+        """Return a rendering from where the template writes a control token for the n-th time."""
+        written = self._marked.sub(lambda spelled: " " * len(spelled[0]), rendering)
+        places = [control.start() for control in self._control.finditer(written)
+                  if self._control_ids[control[0]] == token_id]
+        return rendering[places[n - 1]:]
+
+    def ids(self, messages: list[dict], generate: bool = True, since=None) -> list[int]:
+        """Return the ids of a rendering, or with (control token, n) those from its n-th on."""
+        return list(self._cached_ids(json.dumps(messages), generate, since))
+
+    def _render_ids(self, messages, generate, since):
+        rendering = self.render(json.loads(messages), generate)
+        if since:
+            rendering = self.since(rendering, *since)
+        # Splitting gives [text, spelled control token or None, text, ..., text].
+        pieces = self._marked.split(rendering)
+        ids = self.encode(pieces[0])
+        for spelled, text in zip(pieces[1::2], pieces[2::2]):
+            if spelled:
+                ids += self._encode_spelled(spelled)
+            ids += self._encode_inside(text, self.encode)
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        """Encode text in which control tokens count as such."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, control tokens spelled out."""
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def _encode_inside(self, text, encode):
+        """Encode text inside a rendering, without the space that some tokenizers put at a start."""
+        ids = encode("\n" + text)
+        length = len(self._newline)
+        return ids[length:] if ids[:length] == self._newline else encode(text)
+
+    def _encode_spelled(self, text):
+        """Encode text that spells control tokens, with other tokens.
+
+        The vocabulary of plain text may hold such a token too: "----" in some, "<s>" in Unigram
+        models. Then the halves of the text are encoded instead.
+        """
+        ids = self._encode_inside(text, self.tokenizer._encode_without_added_tokens)
+        controls = set(ids).intersection(self._control_ids.values())
+        if not controls:
+            return ids
+        if len(text) == 1:
+            controls.discard(self.tokenizer.unk_token_id)
+            return [token_id for token_id in ids if token_id not in controls]
+        middle = len(text) // 2
+        return self._encode_spelled(text[:middle]) + self._encode_spelled(text[middle:])
+
+
+def _is_control(token) -> bool:
+    """True for an added token that text must not become: not for words, white space and letters."""
+    if token.special:
+        return bool(token.content)
+    # This is SentencePiece's sign for a space.
+    text = token.content.replace("\u2581", " ")
+    return not (len(text) < 2 or text.isspace() or text.replace("_", "").isalnum())

@@ -17,6 +17,7 @@ from envs.session import Faults, Session
 from envs.tasks import tasks_for
 from core.config import EnvironmentFlags, UserError, flag, main, printable
 from core.tool_calls import parse_tool_calls
+import extras.models.dialects  # noqa: F401  which reads what a person writes, name(x=1)
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 

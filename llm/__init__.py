@@ -1,6 +1,6 @@
 """The public names of the library, under the name that it had before core/."""
 from core.adapter_files import save_model
-from core.loading import load_model
 from core.logprobs import token_logprobs
+from layers import load_model
 
 __all__ = ["load_model", "save_model", "token_logprobs"]

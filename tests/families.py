@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
+import extras.models.dialects  # noqa: F401  the markup that most of these templates write
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -116,7 +116,7 @@ def test_results_of_one_turn_come_in_one_rendering_and_forced_stops_come_first(n
 def test_turn_reads_back_as_the_same_calls(name):
     """I12, I15: what SFT teaches is what the parser reads; as text and as ids."""
     c = chat(name)
-    for calls in [CALLS, TWO] if c._many_calls or not c.native_tools else [CALLS]:
+    for calls in [CALLS, TWO] if not c.shows_one_call else [CALLS]:
         turn = c.turn("", calls)
         assert turn[-1] in c.stop_ids and not set(turn[:-1]) & c.stop_ids and not set(turn) & c.start_ids
         assert parse_tool_calls(c.text(turn))[1:] == (calls, [])
@@ -236,7 +236,7 @@ def test_a_prompt_that_opens_a_thought_leaves_the_tools_native():
     tok.chat_template = tok.chat_template.replace("\n<tool_call>", "<tool_call>").replace(
         "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
     c = Chat(tok, TOOLS)
-    assert c.native_tools and c._many_calls
+    assert c.native_tools and not c.shows_one_call
     assert c.text(c.turn("", CALLS)).startswith("</think>\n\n<tool_call>")
     assert c.tokenizer.decode(c.results(CALLS, ["r"], c.call_stop_id)).endswith("<|im_start|>assistant\n<think>\n")
 

@@ -129,7 +129,7 @@ def test_an_episode_has_the_ids_of_its_own_template_and_the_trainers_logprobs(ca
     tokenizer = tokenizer_of(case)
     chat = Chat(tokenizer, envs.schemas(Lookup))
     plans = [[['who is "a"?'], ["b {"]]]  # two turns with a call each
-    if chat._many_calls or not chat.native_tools:
+    if not chat.shows_one_call:
         plans.append([["a", "it's b\nc"], ["true"], ["[1,2]"]])  # two calls in a turn; texts that look like JSON
     tasks, conversations, wanted = [], [], []
     for thought in ["", THOUGHT][:1 + shows_thoughts(chat)]:

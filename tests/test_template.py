@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from core.chat import Chat
-from core.template import Template
+from core.chat import Chat, Template
 
 CONTROLS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]

@@ -1,4 +1,7 @@
-"""Sampled text -> tool calls: every form, good calls beside bad ones, and never an exception, whatever is written."""
+"""Sampled text -> tool calls, in Hermes's form and as JSON: good calls beside bad ones, and never an exception, whatever is written.
+
+These are the forms that core reads alone. With the markup of other families beside them the same tests pass.
+"""
 
 import json
 import random
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.tool_calls import MAX_CALLS, after_thought, parse_tool_calls
+
 
 CALL = {"name": "f", "arguments": {"a": 1, "b": "x"}}
 GOOD = json.dumps(CALL)
@@ -24,23 +28,7 @@ FORMS = {
     "bare, list": f" [{GOOD}] ",
     "openai": json.dumps({"type": "function", "function": CALL}),
     "openai, string": json.dumps({"id": "1", "type": "function", "function": {"name": "f", "arguments": GOOD[27:-1]}}),
-    "llama": '<|python_tag|>{"name": "f", "parameters": {"a": 1, "b": "x"}}',
     "llama, typed": '{"type": "function", "name": "f", "parameters": {"a": 1, "b": "x"}}',
-    "llama, custom": '<function=f>{"a": 1, "b": "x"}</function>',
-    "pythonic": "[f(a=1, b='x')]",
-    "lfm": '<|tool_call_start|>[f(a=1, b="x")]<|tool_call_end|>',
-    "qwen3-coder": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
-    "</function>\n</tool_call>",
-    "qwen3-coder, no outer tag": "<function=f><parameter=a>1</parameter><parameter=b>x</parameter></function>",
-    "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>x"
-    "</arg_value>\n</tool_call>",
-    "gpt-oss": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
-    '<|message|>{"a": 1, "b": "x"}',
-    "gpt-oss, as sampled": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1, "b": "x"}<|end|>',
-    "gemma 4": '<|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>',
-    "atem": ' to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n'
-    '<atem:parameter name="a">1</atem:parameter>\n'
-    '<atem:parameter name="b">x</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
     "after a thought": f"<think>\nI could <tool_call> now.\n</think>\n\n{GOOD}",
     "after a thought the prompt opened": f"I wonder.\n</think>\n\n<tool_call>{GOOD}</tool_call>",
 }
@@ -68,9 +56,8 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("text", ['{"name": "猜", "arguments": {"数字": 7}}', "[猜(数字=7)]", "<function=猜>\n<parameter=数字>\n7\n</parameter>\n</function>"])
-def test_a_function_may_have_a_name_that_is_not_english(text):
-    assert parse_tool_calls(text) == ("", [{"name": "猜", "arguments": {"数字": 7}}], [])
+def test_a_function_may_have_a_name_that_is_not_english():
+    assert parse_tool_calls('{"name": "猜", "arguments": {"数字": 7}}') == ("", [{"name": "猜", "arguments": {"数字": 7}}], [])
 
 
 @pytest.mark.parametrize("mentioned", [GOOD, f"<tool_call>{GOOD}</tool_call>", "<tool_call> is the tag", "<function=f>", f"<tool_call>{GOOD}</tool_call> or <tool_call>"])
@@ -82,10 +69,8 @@ def test_a_call_that_a_closed_thought_mentions_is_not_made(mentioned):
         assert parse_tool_calls(f"{thought}\n\n<tool_call>{GOOD}</tool_call>")[1:] == ([CALL], [])
 
 
-@pytest.mark.parametrize("thought, closing", [
-    ("<think>\nA?", "\n</think>\n\n"), ("[THINK]A?", "[/THINK]"), ("<|channel>thought\nA?", "\n<channel|>"), ("\n<think>A?", "</think>\n"),
-    ("<|channel|>analysis<|message|>A?", "<|end|><|start|>assistant<|channel|>final<|message|>"), (" to=self<|message|>A?", "<|eom|><|start|>assistant to=user<|message|>")])
-def test_what_follows_a_thought_in_the_markup_of_every_family(thought, closing):
+@pytest.mark.parametrize("thought, closing", [("<think>\nA?", "\n</think>\n\n"), ("\n<think>A?", "</think>\n")])
+def test_what_follows_a_thought(thought, closing):
     mentioned = f"{thought} <tool_call>{GOOD}</tool_call> {closing}B"
     assert after_thought(thought + closing + "B").strip() == after_thought(f"A?{closing}B").strip() == "B"
     assert after_thought(thought) == "" and after_thought(f"B, not {thought}") == f"B, not {thought}" and parse_tool_calls(mentioned) == (mentioned.strip(), [], [])
@@ -93,10 +78,8 @@ def test_what_follows_a_thought_in_the_markup_of_every_family(thought, closing):
 
 def test_the_end_of_a_thought_inside_an_argument_ends_none():
     argument = {"name": "f", "arguments": {"b": "a</think>b"}}
-    for text in (json.dumps(argument), f" {json.dumps(argument)}; {GOOD}", '[f(b="a</think>b")]', f"<tool_call>{json.dumps(argument)}</tool_call>", f"Hm. <tool_call>{json.dumps(argument)}</tool_call>"):
+    for text in (json.dumps(argument), f" {json.dumps(argument)}; {GOOD}", f"<tool_call>{json.dumps(argument)}</tool_call>", f"Hm. <tool_call>{json.dumps(argument)}</tool_call>"):
         assert parse_tool_calls(text)[1][0] == argument
-    tagged = "<tool_call><function=f><parameter=b>a</think>b</parameter></function></tool_call>"
-    assert parse_tool_calls(tagged)[1] == [argument]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -104,42 +87,12 @@ def test_forms(form):
     assert parse_tool_calls(FORMS[form])[1:] == ([CALL], [])
 
 
-def test_names_of_nested_arguments_are_any_text_in_gemmas_form():
-    text = '<|tool_call>call:f{d:{größe:1,content-type:<|"|>a, b: {c}<|"|>,2nd key:[{y:[]},true]}}<tool_call|>'
-    assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"d": {"größe": 1, "content-type": "a, b: {c}", "2nd key": [{"y": []}, True]}}}], [])
-
-
-def test_none_in_gemmas_form_is_null():
-    """Its templates write None, and no None in a text."""
-    text = '<|tool_call>call:f{a:None,b:{c:[None,1]},d:<|"|>None<|"|>,Nonesuch:1}<tool_call|>'
-    assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": None, "b": {"c": [None, 1]}, "d": "None", "Nonesuch": 1}}], [])
-
-
-def test_a_text_in_gemmas_form_is_taken_as_it_stands():
-    said = 'say "hi"\n\\ {a:1}'
-    assert parse_tool_calls(f'<|tool_call>call:f{{a:<|"|>{said}<|"|>}}<tool_call|>')[1:] == ([{"name": "f", "arguments": {"a": said}}], [])
-
-
-def test_gemmas_closing_tag_inside_a_text_closes_nothing():
-    call = {"name": "f", "arguments": {"a": "x <tool_call|> {y", "b": 1}}
-    text = '<|tool_call>call:f{a:<|"|>x <tool_call|> {y<|"|>,b:1}<tool_call|>'
-    assert parse_tool_calls(text + text) == ("", [call, call], [])
-    content, calls, errors = parse_tool_calls('<|tool_call>call:f{a:<|"|>x}<tool_call|>' + text)  # an open text
-    assert calls == [call] and len(errors) == 1
-
-
-def test_a_thought_that_names_a_function_calls_none():
-    """gpt-oss: the next message's tag is not the call's."""
-    text = "<|channel|>analysis<|message|>I need no to=functions.f here.<|end|><|start|>assistant<|channel|>final<|message|>{}"
-    assert parse_tool_calls(text) == (text, [], [])
-
-
 @pytest.mark.parametrize("text", ANSWERS)
 def test_answers(text):
     assert parse_tool_calls(text) == (text.strip(), [], [])
 
 
-@pytest.mark.parametrize("form", [f for f in FORMS if not f.startswith(("bare", "openai", "llama, typed", "pythonic"))])
+@pytest.mark.parametrize("form", [f for f in FORMS if not f.startswith(("bare", "openai", "llama, typed"))])
 def test_forms_in_prose_and_twice(form):
     text = FORMS[form].removeprefix("<think>\nI could <tool_call> now.\n</think>\n\n")
     if text != GOOD and "</think>" not in text:
@@ -152,66 +105,52 @@ def tagged(body):
     return f"<tool_call>{body}</tool_call>"
 
 
+MUST = "arguments must be JSON with finite numbers and whole characters: "
+NOT_JSON = "the tool call is not valid JSON: Expecting property name enclosed in double quotes at character"
+
+
 @pytest.mark.parametrize(
     "body, why",
     {
-        "not json": "unexpected",
-        "[]": "without a function",
-        "[1]": "object with a name",
-        '"f"': "expected a JSON",
-        "{}": "not a function name",
-        "": "expected a JSON",
-        '{"name": "f", "arguments": {"a": 1,}}': "not valid JSON",
-        '{"name": "f", "arguments": [1]}': "must be an object, got list",
-        '{"name": "f", "arguments": null}': "got NoneType",
-        '{"name": "f", "arguments": "[1]"}': "got list",
-        '{"name": "f", "arguments": "{"}': "not valid JSON",
-        '{"name": "f", "args": {"a": 1}}': 'must stand under "arguments"',  # it would run without any
-        '{"name": "f", "a": 1}': 'must stand under "arguments"',
-        '{"type": "function", "function": {"name": "f", "description": "Do f.", "parameters": {"type": "object"}}}': "must stand under",  # its definition
-        "<function=f><parameter=a>\n1\n<parameter=b>\n2\n</parameter></function>": "unexpected '<parameter=a>",  # a tag left open
-        '{"name": 3, "arguments": {}}': "not a function name",
-        '{"name": "rm -rf /", "arguments": {}}': "not a function name",
-        '{"name": "f<|im_end|>", "arguments": {}}': "not a function name",
-        '{"name": "f", "arguments": {"a": 1, "a": 2}}': "given twice",
-        '{"name": "f", "arguments": {"a": NaN}}': "finite",
-        '{"name": "f", "arguments": {"a": -Infinity}}': "finite",
-        '{"name": "f", "arguments": {"a": 1e999}}': "finite",
-        '{"name": "f", "arguments": {"a": %s}}' % ("9" * 5000): "",
-        '{"name": "f", "arguments": {"a": "\\ud800"}}': "whole",
-        '{"name": "f", "arguments": {"\\udc00": 1}}': "whole",
-        '{"name": "f", "arguments": {"a": %s}}' % ("[" * 1000 + "]" * 1000): "deep",
-        '{"name": "f", "arguments": %s}' % ('{"a":' * 100_000): "",
-        '{"name": "f", "arguments": {}} and more': "unexpected ' and more'"[:11],
-        "<function=f><parameter=a>1": "unexpected '<parameter=a>1",
-        "<function=f><parameter=a>1</parameter><parameter=a>2</parameter>": "given twice",
-        "<function=>": "",
-        "[f(a=open('x'))]": "literal",
-        "[f(1)]": "expected [name(key=value",
-        "[f(**{})]": "expected [name(key=value",
-        "[f(a=1, a=2)]": "",
-        "[f(a=1e999)]": "finite",
-        "[f(a=b'x')]": "must be JSON",
-        "[f(a={1})]": "must be JSON",
-        "[f(a=...)]": "must be JSON",
-        "[(lambda: 1)()]": "",
-        "[f(a=" + "-" * 50_000 + "1)]": "",
-        "[f(a=" + "(" * 50_000 + ")]": "",
-        "[f(a=" + "[" * 250 + "]" * 250 + ")]": "",
-        "[f(a=" + "1+" * 30_000 + "1)]": "",
-        "[f" + ".f" * 40_000 + "(a=1)]": "",
-        "[f(": "",
+        "[]": "a tool call without a function",
+        "[1]": "a tool call must be an object with a name and arguments",
+        '"f"': "expected a JSON object or a function name, got '\"f\"</tool_call><tool'",
+        "{}": "'None' is not a function name",
+        "": "expected a JSON object or a function name, got '</tool_call><tool_ca'",
+        '{"name": "f", "arguments": {"a": 1,}}': f"{NOT_JSON} 35",
+        '{"name": "f", "arguments": [1]}': "the arguments of f must be an object, got list",
+        '{"name": "f", "arguments": null}': "the arguments of f must be an object, got NoneType",
+        '{"name": "f", "arguments": "[1]"}': "the arguments of f must be an object, got list",
+        '{"name": "f", "arguments": "{"}': f"{NOT_JSON} 1",
+        '{"name": "f", "args": {"a": 1}}': 'the arguments of f must stand under "arguments"',  # it would run without any
+        '{"name": "f", "a": 1}': 'the arguments of f must stand under "arguments"',
+        '{"type": "function", "function": {"name": "f", "description": "Do f.", "parameters": {"type": "object"}}}': 'the arguments of f must stand under "arguments"',  # its definition
+        '{"name": 3, "arguments": {}}': "'3' is not a function name",
+        '{"name": "rm -rf /", "arguments": {}}': "'rm -rf /' is not a function name",
+        '{"name": "f<|im_end|>", "arguments": {}}': "'f<|im_end|>' is not a function name",
+        '{"name": "f", "arguments": {"a": 1, "a": 2}}': "an argument is given twice",
+        '{"name": "f", "arguments": {"a": NaN}}': f"{MUST}Out of range float values are not JSON compliant",
+        '{"name": "f", "arguments": {"a": -Infinity}}': f"{MUST}Out of range float values are not JSON compliant",
+        '{"name": "f", "arguments": {"a": 1e999}}': f"{MUST}Out of range float values are not JSON compliant",
+        '{"name": "f", "arguments": {"a": %s}}' % ("9" * 5000): None,
+        '{"name": "f", "arguments": {"a": "\\ud800"}}': f"{MUST}'utf-8' codec can't encode character '\\ud800' in position 7: surrogates not allowed",
+        '{"name": "f", "arguments": {"\\udc00": 1}}': f"{MUST}'utf-8' codec can't encode character '\\udc00' in position 2: surrogates not allowed",
+        '{"name": "f", "arguments": {"a": %s}}' % ("[" * 1000 + "]" * 1000): "the tool call is nested too deep",
+        '{"name": "f", "arguments": %s}' % ('{"a":' * 100_000): "the tool call is nested too deep",
+        '{"name": "f", "arguments": {}} and more': "unexpected 'and more</tool_call>' after the JSON of a tool call",
+        "[(lambda: 1)()]": "the tool call is not valid JSON: Expecting value at character 1",
     }.items(),
-    ids=lambda text: text[:20],
+    ids=lambda text: str(text)[:20],
 )
 def test_bad_calls_become_short_errors(body, why):
+    """To the letter: a policy is trained on what it is told."""
     good = {"name": "g", "arguments": {}}
     content, calls, errors = parse_tool_calls(
         "Hm. " + tagged(body) + "<tool_call>" + json.dumps(good) + "</tool_call> ok"
     )
     assert calls == [good] and len(errors) == 1 and content.startswith("Hm.") and content.endswith("ok")
-    assert why in errors[0] and errors[0].startswith("error: ") and len(errors[0]) <= 300
-    assert errors[0].isprintable() and errors[0].encode()
+    assert errors[0].startswith("error: ") if why is None else errors[0] == f"error: {why}"  # None: in Python's words
+    assert len(errors[0]) <= 300 and errors[0].isprintable() and errors[0].encode()
 
 
 def test_arguments_beside_the_function_are_its_own():
@@ -233,49 +172,33 @@ def test_64_levels_of_lists_and_objects_are_read_and_not_one_more():
         assert errors == says and len(calls) == (not says)
 
 
-def test_pythons_tuples_and_numbers_as_keys_are_those_of_json():
-    assert parse_tool_calls("[f(a=(1, 2), b={3: 4})]")[1] == [{"name": "f", "arguments": {"a": [1, 2], "b": {"3": 4}}}]
-
-
 def test_of_a_bad_call_nothing_is_left_in_the_answer():
-    assert parse_tool_calls("Hm. " + tagged("not json") + " ok")[0] == "Hm.  ok"
+    assert parse_tool_calls("Hm. " + tagged('{"name": ') + " ok")[0] == "Hm.  ok"
 
 
 def test_calls_with_commas_between_them_and_before_a_later_thought():
     call = '{"name": "f", "arguments": {}}'
-    for text in (f"{call}, {call}", f"[TOOL_CALLS]{call}, {call}", f"<|tool_call|>{call}; {call}"):
-        assert [len(part) for part in parse_tool_calls(text)[1:]] == [2, 0]
+    assert [len(part) for part in parse_tool_calls(f"{call}, {call}")[1:]] == [2, 0]
     # An untrained model invents the result and thinks about it.
     invented = f"<tool_call>{call}</tool_call>\n<tool_response>5</tool_response>\n<think>Got 5.</think>\nIt is 5."
     assert len(parse_tool_calls(invented)[1]) == 1
 
 
-@pytest.mark.parametrize("optional", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"oneOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}, {"type": "string", "nullable": True}])
-def test_optional_text_is_text_in_every_spelling(optional):
-    """A zip code is no number. Pydantic writes `str | None` as anyOf."""
-    values = [parse_tool_calls(TAGGED["qwen"] % raw, schema(a=optional))[1][0]["arguments"]["a"] for raw in ("01234", "12345", "null")]
-    assert values == ["01234", "12345", None]
-    assert parse_tool_calls(TAGGED["qwen"] % "12", schema(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}))[1][0]["arguments"]["a"] == 12
-
-
 LONG = "9" * 5000
-TEXT_OF_DIGITS = f"<tool_call><function=f><parameter=a>{LONG}</parameter></function></tool_call>"
 
 
 @pytest.mark.parametrize("number", [LONG, "-" + LONG, "9" * 400, LONG + ".5", "1e" + LONG, "0x" + "f" * 5000, "-0x" + "f" * 400])
 def test_numbers_longer_than_any_float_end_no_run(number):
     """Python refuses to read and to print integers of more than 4,300 digits: neither may end a run."""
-    texts = [f'{{"name": "f", "arguments": {{"a": [{number}]}}}}', f"[f(a=[{number}])]", f"[f(a={{{number}: 1}})]", f'{{"name": {number}, "arguments": {{}}}}',
-             json.dumps({"name": "f", "arguments": f'{{"a": {number}}}'}), f'<|tool_call>call:f{{a:{number}}}<tool_call|>',
-             f"<tool_call>f<arg_key>a</arg_key><arg_value>[{number}]</arg_value></tool_call>", f'to=functions.f<|message|>{{"a": {number}}}']
+    texts = [f'{{"name": "f", "arguments": {{"a": [{number}]}}}}', f'{{"name": {number}, "arguments": {{}}}}',
+             json.dumps({"name": "f", "arguments": f'{{"a": {number}}}'})]
     for text in texts + [tagged(text) for text in texts]:
         content, calls, errors = parse_tool_calls(text)
         json.dumps([content, calls, errors], allow_nan=False).encode()
         assert all(len(error) <= 300 for error in errors)
 
 
-def test_a_long_number_in_a_tag_is_text_for_the_tool():
-    assert parse_tool_calls(TEXT_OF_DIGITS)[1:] == ([{"name": "f", "arguments": {"a": LONG}}], [])
+def test_a_long_number_that_is_a_float_is_read():
     number = "9" * 308
     assert parse_tool_calls(tagged(f'{{"name": "f", "arguments": {{"a": {number}}}}}'))[1] == [{"name": "f", "arguments": {"a": int(number)}}]
 
@@ -289,21 +212,12 @@ def test_two_calls_nested_and_mixed():
     )
     assert parse_tool_calls(f"{GOOD}; {GOOD}")[1:] == ([CALL, CALL], [])
     assert parse_tool_calls(f"{GOOD} That is all.") == ("That is all.", [CALL], [])
-    for text in (f"{GOOD}; {GOOD[:-5]}", f"<tool_call>{GOOD}\n{GOOD[:-5]}</tool_call>", f"<|python_tag|>{GOOD}; {GOOD}; {{"):
+    for text in (f"{GOOD}; {GOOD[:-5]}", f"<tool_call>{GOOD}\n{GOOD[:-5]}</tool_call>", f"<tool_call>{GOOD}; {GOOD}; {{"):
         content, calls, errors = parse_tool_calls(text)
         assert content == "" and calls == [CALL] * (text.count(GOOD)) and len(errors) == 1, text
     assert parse_tool_calls('{"name": "f", "arguments": {"a": 1')[2][0].startswith(
         "error: the tool call is not valid JSON"
     )
-
-
-@pytest.mark.parametrize("source, value", [
-    ("'it's'", "it's"), ("'a\nb'", "a\nb"), ("'x = \"it's\"\n\tf('y')\n'", "x = \"it's\"\n\tf('y')\n"),
-    (r"'it\'s\n'", "it's\n"), ("'a' 'b'", "ab"), ("'''a\nb'''", "a\nb"), ("''", ""), ("[true, null, {'k': false}]", [True, None, {"k": False}])])
-def test_lfm_writes_strings_as_they_are_and_words_of_json(source, value):
-    """Its templates escape nothing (LFM2.5), or write lists and objects as JSON. What is Python as it stands is read as Python."""
-    for text in (f"<|tool_call_start|>[f(a={source}, b=1)]<|tool_call_end|>", f"[g(), f(b=1, a={source})]"):
-        assert parse_tool_calls(text)[1][-1] == {"name": "f", "arguments": {"a": value, "b": 1}}, text
 
 
 def test_tags_and_thoughts_inside_strings_are_strings():
@@ -326,109 +240,18 @@ def test_a_cut_call_is_an_error_and_not_half_a_call():
         assert parse_tool_calls(text[:cut])[1] == [] and len(parse_tool_calls(text[:cut])[2]) == 1
 
 
-def test_tagged_values_are_json_or_text():
-    for raw, value in {
-        "1": 1,
-        "1.5": 1.5,
-        "true": True,
-        "True": True,
-        "None": None,
-        '{"k": [1]}': {"k": [1]},
-        "007": "007",
-        "NaN x": "NaN x",
-        '"q"': '"q"',
-        "a\nb": "a\nb",
-        "": "",
-        "[1": "[1",
-        "1 2": "1 2",
-    }.items():
-        text = f"<tool_call><function=f><parameter=a>\n{raw}\n</parameter></function></tool_call>"
-        assert parse_tool_calls(text)[1:] == ([{"name": "f", "arguments": {"a": value}}], []), raw
-
-
-
-
-def schema(**properties):
-    return {"f": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
-
-
-TEXT = schema(a={"type": "string"})
-TAGGED = {"qwen": "<tool_call><function=f><parameter=a>\n%s\n</parameter></function></tool_call>",
-          "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
-          "atem": '<atem:invoke name="f">\n<atem:parameter name="a">%s</atem:parameter>\n</atem:invoke>'}
-
-
-@pytest.mark.parametrize("form", TAGGED)
-@pytest.mark.parametrize("raw", ["true", "True", "None", "null", "12", "1.50", "[1,2]", '{\n "a": 1}', "\na\n", "a\n\n", "\n", " 1 ", ""])
-def test_a_tagged_value_is_the_text_itself_where_the_schema_says_text(form, raw):
-    """Neither read as JSON nor spelled anew; of newlines only those go that Qwen's templates put around a value."""
-    text = TAGGED[form] % raw
-    assert parse_tool_calls(text, TEXT)[1:] == ([{"name": "f", "arguments": {"a": raw}}], [])
-    maybe = schema(a={"type": "string", "nullable": True})
-    assert parse_tool_calls(text, maybe)[1] == [{"name": "f", "arguments": {"a": None if raw in ("None", "null") else raw}}]
-    # another tool's schema, another parameter's, none, and what data files hold
-    for tools in ({"g": TEXT["f"]}, schema(b={"type": "string"}), {}, schema(a="string"), {"f": {"name": "f"}}, {"f": {"parameters": "{}"}}, {"f": {"parameters": None}}):
-        number = parse_tool_calls(TAGGED[form] % "\n1\n", tools)
-        assert number[1:] == ([{"name": "f", "arguments": {"a": 1}}], [])
-
-
 def test_too_many_calls():
     for text in (f"<tool_call>{GOOD}</tool_call>" * 100, f"[{', '.join([GOOD] * 100)}]", f"{GOOD}; " * 100):
         content, calls, errors = parse_tool_calls(text)
         assert calls == [CALL] * MAX_CALLS and errors == [f"error: only {MAX_CALLS} calls a turn are read"]
     assert parse_tool_calls(f"<tool_call>{GOOD}</tool_call>" * MAX_CALLS)[1:] == ([CALL] * MAX_CALLS, [])
     # Those that cannot be read count too. The model sees the first error and the limit.
-    _, calls, errors = parse_tool_calls(f"<tool_call>{GOOD}</tool_call>" + "<tool_call>x {</tool_call>" * 100)
+    _, calls, errors = parse_tool_calls(f"<tool_call>{GOOD}</tool_call>" + "<tool_call>{</tool_call>" * 100)
     assert calls == [CALL] and len(errors) == 2 and "valid JSON" in errors[0] and errors[1] == f"error: only {MAX_CALLS} calls a turn are read"
 
 
-PIECES = [
-    *FORMS.values(),
-    GOOD,
-    "<tool_call>",
-    "</tool_call>",
-    "<function=",
-    "<parameter=a>",
-    "</parameter>",
-    "<arg_key>",
-    "<arg_value>",
-    '<|"|>',
-    "<|tool_call>call:",
-    "<tool_call|>",
-    "<|python_tag|>",
-    "<|tool_call_start|>[f(",
-    "to=functions.f",
-    "<|message|>",
-    "<think>",
-    "</think>",
-    "{",
-    "}",
-    "[",
-    "]",
-    '"',
-    "\\",
-    ":",
-    ",",
-    "\ud800",
-    "\x00",
-    "é",
-    "(",
-    ")",
-    "=",
-    "1",
-    "-",
-    "*",
-    "NaN",
-    '{"name": "f", "arguments": ',
-    "\n",
-    " ",
-    "f'{",
-    "'''",
-    "lambda:",
-    "999999999999",
-    "1e999",
-    ";",
-]
+PIECES = [*FORMS.values(), GOOD, "<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", "[", "]", '"', "\\", ":", ",", "\ud800", "\x00", "é", "(",
+    ")", "=", "1", "-", "*", "NaN", '{"name": "f", "arguments": ', "\n", " ", "999999999999", "1e999", ";"]
 
 
 def test_never_raises_and_errors_are_short():
@@ -480,39 +303,12 @@ def test_any_arguments_come_back(arguments):
         assert parse_tool_calls(tagged(text))[1:] == ([call], [])
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "<tool_call>",
-        '<tool_call>{"',
-        "<function=f><parameter=a>",
-        " ",
-        "{",
-        "[",
-        '{"a":',
-        "</tool_call> ",
-        "<|tool_call>call:f{",
-        "to=functions.f ",
-        "[f(",
-        "<think>",
-        "\\",
-        "<tool_call>f<arg_key>a</arg_key>",
-        "<|tool_call_start|>[f(a=",
-        '<tool_call>["',
-        "\n</function>",
-        "a" * 50,
-        '<|"|>',
-        "{a:",
-        "; ",
-    ],
-)
+@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', " ", "{", "[", '{"a":', "</tool_call> ", "<think>", "\\", '<tool_call>["', "a" * 50, "; "])
 def test_linear_time(unit):
     for prefix in (
         "",
         "<tool_call>",
         '<tool_call>{"name": "f", "arguments": {"a": "',
-        "<function=f><parameter=a>",
-        "[f(a='",
         "{",
     ):
         text = prefix + unit * (100_000 // len(unit))

@@ -7,13 +7,11 @@ import json
 import re
 from contextlib import suppress
 
-from core.tool_calls import THOUGHT, THOUGHT_END, after_thought, check_call, parse_tool_calls
+from core.tool_calls import (THOUGHT_ENDS, THOUGHTS, after_thought, any_of, check_call,
+                             parse_tool_calls)
 
 TAGGED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 PYTHON_CALL = re.compile(r"(?<=<tool_call>)\s*\{'.*?(?=</tool_call>)", re.DOTALL)
-# What stands around thoughts. Between two channels gpt-oss and Muse end a message.
-MARKUP = re.compile(r"(?:<\|(?:end|eom)\|><\|start\|>assistant\s*)?"
-                    rf"(?:{THOUGHT.pattern}|{THOUGHT_END.pattern}|\Z)")
 # The role of a message -> the roles that may come next, and how an error names the place.
 NEXT = {
     None: (["system", "user"], "at the start"),
@@ -179,10 +177,13 @@ def with_thought(message: dict, text: str) -> str:
 
 def split_thought(text: str) -> tuple[str, str]:
     """Return the thought that a text begins with, ended or not, and what follows it."""
+    # What stands around thoughts. Between two channels gpt-oss and Muse end a message.
+    markup = re.compile(r"(?:<\|(?:end|eom)\|><\|start\|>assistant\s*)?"
+                        rf"(?:{any_of([*THOUGHTS, *THOUGHT_ENDS]).pattern}|\Z)")
     # In an answer or a call </think> may be a word like others.
-    answer = after_thought(text) if MARKUP.match(text.lstrip()) else text
+    answer = after_thought(text) if markup.match(text.lstrip()) else text
     thought = text[:len(text) - len(answer)]
-    return MARKUP.sub("", thought), answer.lstrip("\n") if thought else answer
+    return markup.sub("", thought), answer.lstrip("\n") if thought else answer
 
 
 def _as_json(call):

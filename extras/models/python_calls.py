@@ -4,8 +4,9 @@ import json
 import re
 import warnings
 
-from core.tool_calls import PYTHON_WORDS, unique
+from core.tool_calls import unique
 
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
 
 
