@@ -14,10 +14,10 @@ from core.adapter_files import read_settings
 from core.engine import Engine, Row
 from core.data import members
 from core.loading import adapt
-from core.sampling import sample
 from lora import adapters, merged
 
 SLOTS = 64  # rows that decode at once
+SAMPLING = {"temperature", "top_k", "top_p"}  # in which rows of one batch may differ
 
 
 class Choice(Row):
@@ -35,8 +35,7 @@ class Choice(Row):
         super().__init__(prompt, group=tuple(prompt), **options)
         self.body, self.chat, self.weights = body, chat, weights
         self.stop_ids = chat.end_ids.union(body.stop_token_ids)
-        # What is nearly 0 would make the logits infinite.
-        self.sampling = round(body.temperature, 3), max(body.top_k, 0), body.top_p
+        self.sampling = body.model_dump(include=SAMPLING, exclude_defaults=True)
         self.done = Future()
 
     def append(self, token, logprob, stop_ids):
@@ -65,10 +64,11 @@ class SharedEngine(Engine):
     """The engine for rows of several clients: each is sampled in its own way."""
 
     def sample(self, rows, logits):
-        for chosen in members(row.sampling for row in rows):
-            temperature, top_k, top_p = rows[chosen[0]].sampling
-            self.draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
+        draw = self.draw
+        for chosen in members(tuple(row.sampling.items()) for row in rows):
+            self.draw = partial(draw, **rows[chosen[0]].sampling)
             super().sample([rows[i] for i in chosen], logits[chosen])
+        self.draw = draw
 
 
 class Player:

@@ -9,7 +9,6 @@ import secrets
 import threading
 from asyncio import sleep, to_thread, wrap_future
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Literal
 
 import uvicorn
@@ -17,12 +16,11 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPBearer
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from core.adapter_files import ADAPTER
 from core.chat import Chat
 from core.loading import newest
 from core.config import mix
@@ -62,8 +60,9 @@ class Turn(Body):
 
     model: str = "base"
     seed: int = Field(default_factory=lambda: secrets.randbits(63))
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_k: int = Field(0, ge=-1)
+    # What is nearly 0 would make the logits infinite.
+    temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda k: max(k, 0))] = 0
     top_p: float = Field(1.0, gt=0, le=1)
     repetition_penalty: Literal[1] = 1
     n: Literal[1] = 1
@@ -141,8 +140,8 @@ class Server:
             [HTTPException, RequestValidationError, ValueError], refuse))
         app.include_router(router)
         # Anybody may ask these. The second is vLLM's name for it.
-        app.get("/healthz")(dict)
-        app.get("/health")(dict)
+        app.get("/healthz")(lambda: {})
+        app.get("/health")(lambda: {})
         app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
         if not self.config.token:
             # A web page whose own name leads to this machine would ask from its reader's browser.
@@ -238,10 +237,6 @@ class Server:
 
     async def adapter(self, verb: Literal["load", "unload"], body: Adapter):
         if verb == "load":
-            # An adapter that the server was started with has become a part of the weights.
-            path = self.config.model_path
-            if Path(newest(path), ADAPTER).exists():
-                raise HTTPException(400, f"{path} is an adapter; start the server with its base")
             # The engine's thread calls it.
             future, load = promised(self.player.load, body.lora_name, newest(body.lora_path))
             self.player.inbox.put(load)

@@ -26,11 +26,14 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import count
 from urllib.parse import urlsplit
 
-from extras.background import in_thread
+import torch
+
+from agent import Trajectory, collate
 from core.config import UserError, first_line, say
 from core.adapter_files import save_model
-from extras.vllm.proof import prove
-from lora import settings
+from core.logprobs import token_logprobs
+from extras.background import in_thread
+from lora import adapter_tensors, merged, reference, settings
 
 REQUESTS = 128  # of each server, at once, by all ranks together
 TRIES = 8  # of a request; the pauses between them add up to half a minute
@@ -38,6 +41,12 @@ CONNECT = 5  # seconds, then the machine is off
 PATIENCE = 30  # seconds without an answer, then the server is asked whether it lives
 DEADLINE = 3600  # seconds that a silent server gets, and a busy one
 KEPT = 2  # adapters that stay loaded: the newest, and the one that a step ahead plays
+PROMPTS, TOKENS = 4, 16  # of the check: prompts, and tokens sampled after each of them
+STD = 0.05  # of what the check adds to B
+# Nats, the mean of |difference| over sampled tokens. bfloat16 in two programs differs by 0.03 to
+# 0.07; a base that has the adapter merged already, and so plays it twice, has differed by 0.2.
+TOLERANCE = 0.1
+GAP = 0.3  # nats, of a step's sampler_gap: what no rounding explains
 
 
 class Lost(UserError):
@@ -109,10 +118,10 @@ class Servers:
         name: of the adapter that is played. It is new each step: vLLM keeps the keys and values of
             a prompt under the adapter's name, and under an old name would use stale ones.
         prefix: of all names of the run.
-        is_proved: True once extras/vllm/proof.py has compared log-probabilities.
+        is_checked: True once `check_servers` has compared log-probabilities.
     """
 
-    is_proved = False
+    is_checked = False
     name = None
 
     def __init__(self, addresses: str, run):
@@ -128,6 +137,7 @@ class Servers:
         # A server may know the names of an earlier run, and so they begin with a prefix.
         self.context, self.prefix = run.ranks.first(
             lambda: (min(map(context_of, self.urls)), f"{time.time_ns():x}"))
+        getattr(run, "listeners", []).append(check_gap)
         if run.writes:
             run.endings.append(self.retire)
 
@@ -254,6 +264,69 @@ def context_of(url: str) -> int:
             f"--sampler {url}: no vLLM server answers there ({first_line(error)})") from None
 
 
+def check_gap(step: int, metrics: dict, timing: dict):
+    """Raise UserError if a step's log-probabilities are too far from ours; episodes may be old."""
+    gap = metrics.get("sampler_gap", 0.0)
+    if not gap <= GAP and not metrics.get("staleness"):
+        raise UserError(f"--sampler: sampler_gap {gap:.2g} of step {step} is above {GAP} nats: the "
+                        "servers do not play the policy any more")
+
+
+def check_servers(servers: Servers, model, prompts, body: dict):
+    """Raise UserError unless all servers play the model's policy, before the first episode.
+
+    Turns are compared with the adapter as it is, and with one whose B is random. So an adapter that
+    a server leaves out is found before it has learned anything.
+
+    Args:
+        prompts: lists of ids. body: of a request but for its prompt.
+    """
+    tensors = [p for name, p in adapter_tensors(model.eval()).items() if "lora_B" in name]
+    exact = [p.detach().clone() for p in tensors]
+    generator = torch.Generator().manual_seed(0)
+    for std in (0.0, STD):
+        name = f"{servers.prefix}-check-{std}"
+        try:
+            for p in tensors:
+                p.data += std * torch.randn(p.shape, generator=generator).to(p)
+            servers.publish(model, name)
+            for url in servers.urls:
+                check_server(servers, url, model, prompts, {**body, "model": name})
+        finally:
+            for p, values in zip(tensors, exact):
+                p.data.copy_(values)
+    servers.retire(kept=1)
+
+
+def check_server(servers: Servers, url: str, model, prompts, body: dict):
+    """Raise UserError if the turns of a server do not have the policy's log-probabilities."""
+    turns = []
+    for prompt in prompts:
+        asked = {**body, "prompt": prompt, "max_tokens": TOKENS}
+        ids, logprobs = persist(TRIES, servers.turn, url, asked)
+        zeros = [0] * len(prompt)
+        turns.append(Trajectory(prompt + ids, zeros + [1] * len(ids), zeros + logprobs))
+    gap = difference(model, turns, body["temperature"])
+    with reference(model, None):
+        without = difference(model, turns, body["temperature"])
+    say(f"sampler {url}: its log-probabilities differ by {gap:.2g} nats from ours, and by "
+        f"{without:.2g} from those without the adapter")
+    if not (gap < TOLERANCE or gap < without / 4):
+        raise UserError(f"--sampler {url}: it plays another model than --model_path, or leaves the "
+                        "adapter out, or tells raw log-probabilities (start it with --logprobs-mode "
+                        f"processed_logprobs): they differ by {gap:.2g} nats from ours, where "
+                        "bfloat16 explains 0.07")
+
+
+@torch.no_grad()
+def difference(model, turns: list[Trajectory], temperature: float) -> float:
+    """Return the mean of |theirs - ours| over all sampled tokens, in nats."""
+    token_ids, mask, theirs = collate(turns, model.device)  # (B, T) each
+    with merged(model, update=True):
+        ours, _ = token_logprobs(model, token_ids, mask, temperature)
+    return (ours - theirs).abs()[mask.bool()].mean().item()
+
+
 class ServerEngine:
     """An engine (the protocol is in core/engine.py) whose turns are requests to the servers.
 
@@ -279,10 +352,10 @@ class ServerEngine:
         return int(time.monotonic() * 100)
 
     def add(self, rows):
-        if self.servers.run.writes and not self.servers.is_proved:
+        if self.servers.run.writes and not self.servers.is_checked:
             prompts = list({row.group: row.pending for row in rows}.values())
-            prove(self.servers, self.model, prompts, self.body)
-        self.servers.is_proved = True
+            check_servers(self.servers, self.model, prompts[:PROMPTS], self.body)
+        self.servers.is_checked = True
         self.ask(rows)
 
     def extend(self, row, ids, limit):
