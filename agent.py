@@ -426,5 +426,104 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     return summarise(trajectories) | pass_at_k(trajectories)
 
 
+# --------------------------------------------------------------------------------- the command
+@dataclass(kw_only=True)
+class Config(PlayFlags):
+    heading = "agent"
+    model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
+    env: str | None = flag(None, "environment, or none for a plain chat; default: that of the run "
+                                 "that wrote the model", optional=False)
+    system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
+    num_tasks: int = flag(0, "play this many tasks instead of chatting, and print some", low=0)
+    split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
+    group_size: int = 1
+    output: str | None = flag(None, "with --num_tasks: write the episodes to this .jsonl")
+    temperature: float = flag(1.0, "0: the most likely token", above=None, low=0)
+    top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
+    top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
+                        above=0, high=1)
+    dtype: str = flag("auto", "of weights; auto: the run's, or as stored", choices=DTYPES)
+    seed: int = flag(0, "of tasks and sampling", low=0)
+    serve: bool = flag(False, "answer requests over HTTP instead")
+    host: str = flag("127.0.0.1", "with --serve: the address to listen at")
+    port: int = flag(8000, "with --serve: the port; 0: a free one", low=0, high=65535)
+    token: str | None = flag(None, "with --serve: what clients must send as their API key")
+
+
+def command(config: Config):
+    """Play tasks, or chat with the agent or (--env none) with the model alone."""
+    if config.serve:
+        raise UserError("--serve needs extras/serve")
+    run = config_of(config.model_path)
+    for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
+        if run.get(name) and getattr(config, name) in (None, "auto"):
+            if name == "env" and ":" in run[name]:
+                # Data never chooses which code runs, and the folder may come from a stranger.
+                raise UserError(f"the run played --env {run[name]}; give --env yourself")
+            config = replace(config, **{name: run[name]})
+    config = fill(replace(config, env=config.env or "none"), envs.limits(run.get("env")))
+    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
+    if config.num_tasks:
+        tasks = tasks_for(config, config.split, config.num_tasks)
+        play_tasks(config, model, tokenizer, tasks)
+        return
+    with suppress(EOFError):
+        if config.env == "none":
+            chat_with_model(config, model, tokenizer)
+        play = partial(rollout, model, tokenizer, config.env, **rollout_options(config))
+        read = getattr(envs.load(config.env), "_from_text", lambda text: {"prompt": text})
+        for number in count():
+            for t in play([read(input("Task: "))], step=number):
+                print(transcript(t.to_json()))
+
+
+def play_tasks(config: Config, model, tokenizer, tasks: list[dict]):
+    """Play tasks, print the first episodes and the summary, and write each episode as it ends."""
+    options = rollout_options(config)
+    rewards = options.pop("rewards")
+    output = Path(config.output).absolute() if config.output else None
+    if output and output.exists():
+        print(f"{output}: the file that was there is now {set_aside(output)}")
+
+    def end(episode):
+        if rewards:
+            rewards.pay([episode])
+        if output:
+            with open(output, "a", encoding="utf-8") as file:
+                file.write(to_json(episode.trajectory.to_json()))
+
+    # With step -1 the same seed gives the episodes of a run's evaluation, and none of its training.
+    episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, step=-1, on_end=end,
+                       top_k=config.top_k, top_p=config.top_p, **options)
+    for t in episodes[:8]:
+        print(transcript(t.to_json()), end="\n\n")
+    for name, value in (summarise(episodes) | pass_at_k(episodes)).items():
+        print(f"{name:24}{value:>10.6g}")
+
+
+def chat_with_model(config: Config, model, tokenizer):
+    """Hold conversations with the model alone. An empty line begins a new one."""
+    chat = Chat(tokenizer, [], model.generation_config)
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    ids = []  # of the conversation
+    with merged(model):
+        for number in count():
+            text = input("You: ")
+            if not text:
+                ids = []
+                continue
+            question = {"role": "user", "content": text}
+            ids += chat.reply(text, ids[-1]) if ids else chat.prompt([*system, question])
+            engine = make_engine(model, slots=1, tokens=config.max_tokens, stop_ids=chat.end_ids,
+                                 temperature=config.temperature)
+            limit = max(1, min(config.max_new_tokens, config.max_tokens - len(ids)))
+            row = Row(ids, seed=mix(config.seed, number), limit=limit)
+            engine.add([row])
+            while engine.busy:
+                engine.step()
+            print(printable(chat.text(row.turn)))
+            ids += row.turn
+
+
 if __name__ == "__main__":
-    runpy.run_module("extras.serve.chat", run_name="__main__")
+    main(Config, command, __doc__)

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from core.data import json_rows, transcript
 from core.config import UserError, printable, read_yaml, reading, whole
 from extras.exact.files import replace_file  # noqa: E402
-from extras.exact.output_folder import CONFIG, EPISODES  # noqa: E402
+from core.config import CONFIG  # noqa: E402
+from extras.exact.output_folder import EPISODES
 from extras.show.curves import number  # noqa: E402
 from extras.show.report import logs_of, program_of, result_of, wilson  # noqa: E402
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+CONFIG = "config.yaml"  # in the folder of a run
 # Permissions for one call: a file neither gives nor repeats them.
 ONCE = ("overwrite", "resume", "unsafe_code")
 MIXTURES = "extras.data.mixtures"  # knows the revision of data
@@ -506,7 +507,6 @@ def parse(config_class, argv, description=""):
 
     Of several files the later one wins. --help prints and exits with status 0. Raises UserError.
     """
-    from extras.exact.output_folder import CONFIG, algorithm_of
     flags = options(config_class)
     parser = _make_parser(flags, description)
     try:
@@ -648,6 +648,23 @@ def _scalar(node):
     if not isinstance(node.value, str):
         raise ValueError("give lines `name: value`, nothing nested")
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+def algorithm_of(folder):
+    """Return the name of the program whose run an output folder holds, or None."""
+    path = Path(folder, CONFIG)
+    if not path.is_file():
+        return None
+    with reading(path), open(path, "rb") as file:
+        match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
+    return match and match[1].decode()
+
+
+def config_of(folder):
+    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
+    if not algorithm_of(folder):
+        return {}
+    return {name: value for _, name, value in read_yaml(Path(folder, CONFIG))}
 
 
 # ---------------------------------------------------------------------------------------- a program

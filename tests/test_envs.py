@@ -19,7 +19,8 @@ from envs.calls import awaited, fit, needed
 from agent import load_environments
 from extras.background import in_thread
 from core.config import UserError
-from extras.exact.output_folder import OutputFolder, algorithm_of
+from extras.exact.output_folder import OutputFolder
+from core.config import algorithm_of
 from core.tiny import make_tiny
 
 ROOT = Path(envs.__file__).parent.parent

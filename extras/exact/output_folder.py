@@ -9,25 +9,14 @@ from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
-from core.config import ONCE, UserError, reading
+from core.config import CONFIG, ONCE, UserError, algorithm_of, reading
 from core.data import data_sources, to_json
 from extras.exact.files import replace_file, replace_lines, set_aside, sync
 
-CONFIG = "config.yaml"
 EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
-
-
-def algorithm_of(folder):
-    """Return the name of the program whose run an output folder holds, or None."""
-    path = Path(folder) / "config.yaml"
-    if not path.is_file():
-        return None
-    with reading(path), open(path, "rb") as file:
-        match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
-    return match and match[1].decode()
 
 
 class OutputFolder:

@@ -5,7 +5,8 @@ from itertools import takewhile
 
 from extras.exact.checkpoint import RESTORED, fingerprints, newest_checkpoint, read_state
 from core.config import CODE, ONCE, UserError, convert, read_yaml
-from extras.exact.output_folder import CONFIG, EPISODES, LOGS, algorithm_of, step_of
+from core.config import CONFIG, algorithm_of
+from extras.exact.output_folder import EPISODES, LOGS, step_of
 
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")

@@ -8,25 +8,35 @@
 
 Another machine's run can have its episodes sampled here: `grpo.py --sampler http://host:8000`.
 
-layers.py gives agent.py `serve`, in place of core's, which only says what is missing.
+`terminal` overrides core.config.terminal, with the same signature: what agent.py does then has the
+settings of the run that wrote the model (settings.py), and a chat that shows turns as they come and
+keeps a conversation in its cache (chat.py).
 """
 from core.config import UserError
 
 LOCAL = ["127.0.0.1", "localhost"]  # what may be served without a token
 
 
-def serve(config, model, tokenizer, begin):
+def terminal(command, agent):
+    """Return what `python agent.py` does, given its command in core and the module."""
+    def extended(config):
+        # No other program reads it.
+        from extras.serve.chat import run
+        run(config, agent)
+    return extended
+
+
+def serve(config, model, tokenizer, begin, make_engine):
     """Answer requests until a signal ends the process.
 
     Args:
         config: of agent.py.
         begin: called with the text of a task, it returns the `agent.Episode` that plays it.
+        make_engine: as in core/engine.py.
     """
-    if config.host not in LOCAL and not config.token:
-        raise UserError(f"--host {config.host}: others can reach it, so give a --token")
     try:
         # FastAPI is not installed everywhere.
         from extras.serve.server import run
     except ImportError as error:
         raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
-    run(config, model, tokenizer, begin)
+    run(config, model, tokenizer, begin, make_engine)

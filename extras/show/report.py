@@ -13,7 +13,8 @@ from core.data import json_rows, read_json, transcript
 from core.config import UserError, beginning, lines_of, prepare_streams, read_yaml, reading, whole
 from extras.exact.files import replace_file
 from extras.show.notes import headline, wilson
-from extras.exact.output_folder import CONFIG, EPISODES, algorithm_of
+from core.config import CONFIG, algorithm_of
+from extras.exact.output_folder import EPISODES
 from extras.show.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
@@ -57,13 +58,6 @@ def program_of(path):
     if not program and path.suffix != ".jsonl":
         raise UserError(f"{path}: give an output folder of a run, or a .jsonl of episodes")
     return program
-
-
-def config_of(folder):
-    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
-    if not algorithm_of(folder):
-        return {}
-    return {name: value for _, name, value in read_yaml(Path(folder) / CONFIG)}
 
 
 def result_of(folder):
