@@ -3,40 +3,43 @@
     rollout     play episodes: the model samples turns, tools run while other episodes decode
     evaluate    success, pass@k, reward and more of a model in an environment
 
-    python agent.py --model_path runs/grpo          chat with the agent (extras/serve/chat.py)
+    python agent.py --model_path runs/grpo          chat with the agent
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import math
-import runpy
+import sys
 import time
-from dataclasses import dataclass, field
-from functools import wraps
-from importlib import import_module
-from itertools import chain, product
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from itertools import chain, count, product
+from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import UserError, mix
-from core.bars import EpisodeBar
-from core.data import is_finite, pass_at_k, problem, summarise, without_too_long
+from core.config import (PlayFlags, UserError, config_of, fill, flag, main, mix, printable)
+from core.data import (is_finite, pass_at_k, problem, set_aside, summarise, to_json, transcript,
+                       without_too_long)
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import envs
-from envs import Limits, limits_of, options_of, rewards_of
+from core.chat import Chat
+from core.engine import Row
+from core.loading import DTYPES
+from core.tool_calls import parse_tool_calls
+from envs import Limits
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
-from core.chat import Chat
-from core.tool_calls import parse_tool_calls
-from core.engine import Row
-from extras.memory.techniques import facts, techniques_of
-from layers import make_engine, sessions
+from envs.tasks import tasks_for
+from extras.memory.techniques import techniques_of
+from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
+                    terminal)
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
 TOOL_STEPS = 4
-SERVERS = "extras.vllm.servers"  # which only --sampler imports
 
 
 @dataclass
@@ -238,6 +241,9 @@ class Episode:
         # Sum only now: math.fsum raises an exception for inf and -inf.
         t.reward = math.fsum(t.rewards)
 
+    def leave(self):
+        """Called once the episode has ended and left the engine: nothing more is to be done."""
+
     def spoil(self, why: str):
         """Give the episode the reward NaN: the run skips the step and says why."""
         self.trajectory.reward = math.nan
@@ -272,9 +278,9 @@ def load_environments(tokenizer, env_names, generation_config, env_options) -> t
 
 
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
-            limits: Limits = Limits(), temperature: float = 1.0, top_k: int = 0,
-            top_p: float = 1.0, seed: int = 0, step: int = 0, first_task: int = 0,
-            env_options=None, run=None, engine=None, on_end=None, rewards=None) -> list[Trajectory]:
+            limits: Limits = Limits(), temperature: float = 1.0, seed: int = 0, step: int = 0,
+            first_task: int = 0, env_options=None, engine=None, agent=Episode, pay=None,
+            run=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     A group is named by step and first_task + index of its task, so a second rollout of the same
@@ -283,20 +289,20 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which.
-        top_k, top_p: for evaluation and chat; training samples from the whole distribution.
-        env_options, rewards: what `envs.options_of` and `envs.rewards_of` return.
-        run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
+        env_options: what `envs.options_of` returns.
         engine: what samples (core/engine.py), or a function of what `make_engine` takes.
-        on_end: a function that is called with each `Episode` as it ends, before `rewards` pays it.
+        agent: who plays an episode: a class with the arguments and public members of `Episode`.
+        pay: a function that sets the rewards of all these agents, after their episodes.
+        run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
 
-    Prompts of max_tokens or more are dropped and counted; if the first rollout of a run has no
-    others, it raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
+    Prompts of max_tokens or more are dropped and counted; if a run has played nothing else so far,
+    it raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
     """
     began = time.monotonic()
     is_first = run is None or not (run.played or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
-    episodes, groups, names = {}, {}, ",".join(classes)
+    agents, groups, names = {}, {}, ",".join(classes)
     load_policy = getattr(engine, "load_policy", decoded_here)
     with load_policy(model), sessions(limits, run) as new_session:
         for i, sample in product(share, range(group_size)):
@@ -304,25 +310,27 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             if name not in classes:
                 raise UserError(f"a task names environment {name!r}, which is none of {names}")
             session = new_session(name, classes[name], tasks[i])
-            episode = Episode(session, chats[name], limits, f"{step}-{first_task + i}")
+            player = agent(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
-            prompt = episode.trajectory.token_ids
+            prompt = player.trajectory.token_ids
             group = groups.setdefault(tuple(prompt), len(groups))
             row_seed = mix(seed, step, first_task + i, sample)
-            episodes[Row(prompt, group=group, seed=row_seed, limit=episode.turn_budget)] = episode
-        started = {row: episode for row, episode in episodes.items() if episode.can_take_turn}
+            agents[Row(prompt, group=group, seed=row_seed, limit=player.turn_budget)] = player
+        started = {row: player for row, player in agents.items() if player.can_take_turn}
         if started:
             stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
             slots = min(techniques_of(model).decode_rows, len(started))  # rows decoded at once
             engine = engine or make_engine
             if callable(engine):
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
-                                temperature=temperature, top_k=top_k, top_p=top_p)
+                                temperature=temperature)
             if run and is_first:
                 print(f"playing {len(started)} episodes: at most {limits.max_tokens} tokens each, "
                       f"{limits.max_new_tokens} a turn")
-            play_all(engine, started, run, on_end, rewards)
-    trajectories = [episode.trajectory for episode in episodes.values()]
+            play_all(engine, started, run)
+            if pay:
+                pay(list(started.values()))
+    trajectories = [player.trajectory for player in agents.values()]
     if run:
         trajectories = list(chain(*run.ranks.gather(trajectories)))
         run.rollout_seconds += time.monotonic() - began
@@ -336,69 +344,57 @@ def decoded_here(model):
     return merged(model.eval())
 
 
-def play_all(engine, episodes, run, on_end, rewards):
-    """Play the episodes (row -> Episode) to their ends, with a progress bar, and pay them."""
-    with EpisodeBar(episodes) as bar:
+def play_all(engine, agents: dict, run=None):
+    """Play the episodes of the agents (row -> agent) to their ends. A signal to the run ends it."""
+    with episode_bar(agents) as show_progress:
         try:
-            for _ in play_turns(engine, episodes, run, on_end):
-                bar.update(0)
+            for _ in play_turns(engine, agents):
+                show_progress()
+                if run:
+                    run.check()
         except FloatingPointError as error:
             why = f"{error} while decoding, the weights may have diverged: lower --learning_rate"
-            for episode in episodes.values():
-                if not episode.trajectory.stop_reason:
-                    episode.spoil(why)
-    if rewards:
-        rewards.pay(list(episodes.values()))
+            for player in agents.values():
+                if not player.trajectory.stop_reason:
+                    player.spoil(why)
 
 
-def play_turns(engine, episodes: dict, run=None, on_end=None):
-    """Play the episodes (row -> Episode). Yield after every decode step."""
+def play_turns(engine, agents: dict):
+    """Play the episodes of the agents (row -> agent). Yield after every decode step."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
-    engine.add(episodes)
+    engine.add(agents)
     while engine.busy or waiting:
-        if run:
-            run.check()
         for row in engine.step() if engine.busy else []:
-            episode = episodes[row]
-            episode.take_turn(row.turn, row.logprobs)
-            if episode.calling:
+            agents[row].take_turn(row.turn, row.logprobs)
+            if agents[row].calling:
                 waiting[row] = engine.clock // TOOL_STEPS + 1
             else:
-                next_turn(engine, row, episode, on_end)
+                next_turn(engine, row, agents[row])
         now = engine.clock // TOOL_STEPS
         if waiting and not engine.busy:
             # While nothing decodes the clock stands still: continue with those that are due next.
             now = min(waiting.values())
         for row in [row for row, due in waiting.items() if due <= now]:
             del waiting[row]
-            episodes[row].take_results()
-            next_turn(engine, row, episodes[row], on_end)
+            agents[row].take_results()
+            next_turn(engine, row, agents[row])
         yield
 
 
-def next_turn(engine, row, episode, on_end):
+def next_turn(engine, row, player):
     """Let the row sample its next turn, or leave the engine if the episode has ended."""
-    if episode.trajectory.stop_reason:
+    if player.trajectory.stop_reason:
         engine.release(row)
-        if on_end:
-            on_end(episode)
+        player.leave()
     else:
-        engine.extend(row, episode.next_ids, episode.turn_budget)
+        engine.extend(row, player.next_ids, player.turn_budget)
 
 
-def rollout_options(config, run=None, model=None) -> dict:
-    """Return the arguments of `rollout` that a Config names, and the run.
-
-    Raises UserError for a model that would have to decode and cannot.
-    """
-    options = {"limits": limits_of(config), "temperature": getattr(config, "temperature", 1.0),
-               "seed": config.seed, "env_options": options_of(config),
-               "rewards": rewards_of(config), "run": run}
-    if getattr(config, "sampler", None):
-        options["engine"] = import_module(SERVERS).servers_of(config.sampler, run)
-    elif model and facts(model).refuses_engine:
-        raise UserError(facts(model).refuses_engine)
-    return options
+def rollout_options(config, run=None) -> dict:
+    """Return the arguments of `rollout` that a Config names, and the run."""
+    return {"limits": envs.limits_of(config), "temperature": getattr(config, "temperature", 1.0),
+            "seed": config.seed, "env_options": envs.options_of(config),
+            "engine": sampler_of(config, run), "pay": rewards_of(config), "run": run}
 
 
 # --------------------------------------------------------------------- episodes in numbers
@@ -479,22 +475,34 @@ def command(config: Config):
 
 def play_tasks(config: Config, model, tokenizer, tasks: list[dict]):
     """Play tasks, print the first episodes and the summary, and write each episode as it ends."""
-    options = rollout_options(config)
-    rewards = options.pop("rewards")
     output = Path(config.output).absolute() if config.output else None
+    options = rollout_options(config)
+    options["engine"] = partial(make_engine, top_k=config.top_k, top_p=config.top_p)
+    pay = options.pop("pay")
+    ended = []
+
+    class Kept(Episode):
+        def leave(self):
+            """Write the episode. Paid at once, it is whole whatever ends the program early."""
+            if pay:
+                pay([self])
+            ended.append(self)
+            if output:
+                with open(output, "a", encoding="utf-8") as file:
+                    file.write(to_json(self.trajectory.to_json()))
+
     if output and output.exists():
         print(f"{output}: the file that was there is now {set_aside(output)}")
-
-    def end(episode):
-        if rewards:
-            rewards.pay([episode])
+    total = len(tasks) * config.group_size
+    print(f"playing {total} episodes of {config.env} ({config.split}): at most "
+          f"{config.max_tokens} tokens each, {config.max_new_tokens} a turn", flush=True)
+    try:
+        # With step -1 the same seed gives the episodes of a run's evaluation.
+        episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, step=-1,
+                           agent=Kept, **options)
+    finally:
         if output:
-            with open(output, "a", encoding="utf-8") as file:
-                file.write(to_json(episode.trajectory.to_json()))
-
-    # With step -1 the same seed gives the episodes of a run's evaluation, and none of its training.
-    episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, step=-1, on_end=end,
-                       top_k=config.top_k, top_p=config.top_p, **options)
+            print(f"{len(ended)} of {total} episodes were finished and are kept in {output}")
     for t in episodes[:8]:
         print(transcript(t.to_json()), end="\n\n")
     for name, value in (summarise(episodes) | pass_at_k(episodes)).items():
@@ -526,4 +534,4 @@ def chat_with_model(config: Config, model, tokenizer):
 
 
 if __name__ == "__main__":
-    main(Config, command, __doc__)
+    main(Config, terminal(command, sys.modules[__name__]), __doc__)

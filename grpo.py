@@ -369,7 +369,7 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
-    flags = rollout_options(config, run, model)
+    flags = rollout_options(config, run)
     collect = collector(partial(rollout, model, tokenizer, config.env, **flags), tasks, config, run)
     test = partial(evaluate, model, tokenizer, config.env, held_out, **flags)
     total = run.total_steps(len(tasks) / config.tasks_per_step, DEFAULT_STEPS)

@@ -58,6 +58,12 @@ say = tqdm.write  # above the bars that are shown
 say_once = cache(say)
 
 
+@contextmanager
+def episode_bar(agents):
+    """Yield a function that a rollout calls after every decode step: extras/show draws a bar."""
+    yield lambda: None
+
+
 # ------------------------------------------------------------------------------------------ errors
 def printable(text: str) -> str:
     r"""Return the text with control characters spelled out, the escape character as \x1b.
@@ -703,6 +709,14 @@ def main(config_class, train, doc):
         os._exit(code)
     if code:
         sys.exit(code)
+
+
+def terminal(command, module):
+    """Return what a program does that a person talks to: in core its command, as it is.
+
+    extras/serve overrides it for agent.py. `module` is the program's.
+    """
+    return command
 
 
 def prepare_streams():

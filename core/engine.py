@@ -294,6 +294,12 @@ def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options
     return Engine(model, **options)
 
 
+def sampler_of(config, run=None):
+    """Return the engine that --sampler names, or None for that of `make_engine`."""
+    if getattr(config, "sampler", None):
+        raise UserError("--sampler needs extras/vllm")
+
+
 class StockForward:
     """The forward pass by transformers' own modules, with `row_attention` as their attention."""
 

@@ -185,10 +185,20 @@ def options_of(config) -> dict:
 
 
 def rewards_of(config):
-    """Return what --rewards names (rewards.Rewards), or None if the environments pay alone."""
-    classes = map(load, names_of(config.env))
-    if config.rewards or not all(hasattr(cls, "get_reward") for cls in classes):
-        return importlib.import_module(REWARDS).load(config)
+    """Return the function that pays the agents of a rollout, or None: the environments pay alone.
+
+    extras/rewards overrides it: --rewards names functions that pay, too.
+    """
+    if config.rewards:
+        raise UserError("--rewards needs extras/rewards")
+    if not pay_alone(config.env):
+        raise UserError(f"--env {config.env}: there is no get_reward(): write one "
+                        "(envs/template.py)")
+
+
+def pay_alone(env_names) -> bool:
+    """True if all of these environments have a get_reward()."""
+    return all(hasattr(load(name), "get_reward") for name in names_of(env_names))
 
 
 class Imports(ModuleFinder):
@@ -204,8 +214,8 @@ def sources(config) -> list[str]:
     """Return the files of environments and rewards, and what they import from their folders."""
     paths = []
     modules = [load(name).__module__ for name in names_of(config.env)]
-    if rewards := rewards_of(config):
-        modules += rewards.modules
+    if config.rewards:
+        modules += importlib.import_module(REWARDS).load(config).modules
     for module_name in modules:
         # A class of a notebook has no file.
         if path := getattr(sys.modules[module_name], "__file__", None):

@@ -1238,5 +1238,39 @@ def test_limits_of_a_config_are_its_flags_and_what_the_environment_states(tmp_pa
                     "class Stating(Equations):\n"
                     "    limits = {'max_new_tokens': 64, 'max_tokens': 700, 'max_tool_tokens': 99}\n")
     config = grpo.settle(grpo.Config(env=f"{path}:Stating", max_new_tokens=50, max_turns=3))
-    assert agent.limits_of(config) == Limits(
+    assert envs.limits_of(config) == Limits(
         max_turns=3, max_new_tokens=50, max_tokens=700, max_tool_tokens=99)
+
+
+# --------------------------------------------------------------------------------------------------------- another agent loop
+class Scripted:
+    """An agent of another kind, without a line of agent.py: it reads the state aloud, asks the model once, and acts by itself."""
+
+    def __init__(self, session, chat, limits, group_id):
+        self.session, self.calling, self.next_ids, self.turn_budget = session, False, None, limits.max_new_tokens
+        messages, _ = session.start()
+        ids = chat.prompt(messages)
+        self.trajectory = Trajectory(ids, [0] * len(ids), [0.0] * len(ids), group_id=group_id, messages=messages, info={"timeouts": 0, "success": False})
+        self.can_take_turn = True
+
+    def take_turn(self, ids, logprobs):
+        t = self.trajectory
+        t.token_ids, t.loss_mask, t.logprobs = t.token_ids + ids, t.loss_mask + [1] * len(ids), t.logprobs + logprobs
+        while calls := self.session.expert()[1]:  # whatever the model said
+            self.session.submit(calls)
+            self.session.results()
+            if self.session.done:
+                break
+        t.reward, t.reward_parts, t.info["success"] = self.session.score()
+        t.rewards, t.stop_reason = [t.reward], "done"
+
+    def leave(self):
+        self.trajectory.info["left"] = True
+
+
+def test_another_agent_plays_without_a_change_of_this_file():
+    tasks = load_tasks("equations", "train", 2, 0)
+    episodes = rollout(MODEL, TOKENIZER, "equations", tasks, 3, limits=Limits(max_new_tokens=4, max_tokens=900), agent=Scripted)
+    assert [t.info["success"] for t in episodes] == [True] * 6 and all(t.info["left"] and 0 < sum(t.loss_mask) <= 4 for t in episodes)
+    assert [t.group_id for t in episodes] == ["0-0"] * 3 + ["0-1"] * 3
+    check_logprobs(MODEL, episodes)

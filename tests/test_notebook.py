@@ -13,6 +13,7 @@ import pytest
 import envs
 import grpo
 import sft
+import layers
 from agent import evaluate, rollout
 from envs.tasks import load_tasks
 from core.config import UserError, convert, options
@@ -106,7 +107,7 @@ def test_lists_and_functions_stand_for_their_names_and_rows_for_a_data_set():
 def test_a_function_without_a_name_is_told_in_a_line(function):
     """TRL's get_soft_overlong_punishment(...) is an object: it ended with no attribute '__qualname__'."""
     with pytest.raises(UserError, match="has no function .*; a lambda or an object is found by the name that a file gives it: path/to/file.py:name"):
-        envs.rewards_of(grpo.Config(rewards=function))
+        layers.rewards_of(grpo.Config(rewards=function))
 
 
 def test_numbers_of_a_sweep_and_dicts_of_options_become_what_a_flag_says(tmp_path):

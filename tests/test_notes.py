@@ -17,7 +17,7 @@ import grpo
 import reward_weighted
 import sft
 from envs.tasks import train_and_held_out
-from core import bars
+from extras.show import bars
 from extras.show import notes
 from extras.exact.checkpoint import checkpoints
 from core.config import Stop, options
@@ -85,7 +85,6 @@ def test_a_terminal_gets_a_bar_from_the_first_token(base, tmp_path):
 
 
 def test_the_bar_counts_the_tokens_that_were_sampled_and_bounds_what_is_left(monkeypatch):
-    import agent
     monkeypatch.setattr(bars, "NO_BAR", False)
     limits = SimpleNamespace(max_tokens=1000, max_new_tokens=100)
 
@@ -97,7 +96,7 @@ def test_the_bar_counts_the_tokens_that_were_sampled_and_bounds_what_is_left(mon
 
     rows = [row(7), row(5), row(3), row(0)]
     episodes = [episode([0, 1]), episode([0] + [1] * 5, calling=True), episode([0] + [1] * 3), episode([0])]
-    with agent.EpisodeBar(dict(zip(map(Key, rows), episodes))) as bar:
+    with bars.EpisodeBar(dict(zip(map(Key, rows), episodes))) as bar:
         values = bar.format_dict
         assert (values["n"], values["tokens"]) == (0, 8 + 5 + 6) and "at most" in values["eta"]
         episodes[2].trajectory.stop_reason = "done"  # its row keeps its last turn

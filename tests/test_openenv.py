@@ -12,6 +12,7 @@ import pytest
 import agent
 import envs
 from agent import Limits, rollout
+from layers import rewards_of
 from core.chat import Chat
 from core.tiny import make_tiny
 
@@ -56,7 +57,7 @@ def played(monkeypatch, name, rewards, turns, group_size, run=None):
     make = agent.Row
     monkeypatch.setattr(agent, "Row", lambda prompt, **options: make(prompt, **options | {"forced": list(forced)}))
     config = SimpleNamespace(env=env, rewards=rewards, max_turns=4, max_new_tokens=400, max_tokens=4000)
-    return rollout(MODEL, TOKENIZER, env, [{"prompt": "Use the tool. ", "env": env}], group_size, limits=LIMITS, rewards=envs.rewards_of(config), run=run)
+    return rollout(MODEL, TOKENIZER, env, [{"prompt": "Use the tool. ", "env": env}], group_size, limits=LIMITS, pay=rewards_of(config), run=run)
 
 
 def call(name, **arguments):

@@ -14,6 +14,7 @@ import agent
 import grpo
 import envs
 from agent import Limits, Trajectory, rollout
+from layers import rewards_of
 from extras import rewards
 from extras.vllm.ahead import Ahead
 from envs.tasks import load_tasks
@@ -121,15 +122,16 @@ def test_a_step_ahead_is_paid_in_the_main_thread():
     pytest.importorskip("math_verify")
     paid, own, checks = [], [], []
 
-    def play(model, engine, run, rewards):
+    def play(model, engine, run, pay):
         own.append(getattr(engine, "run", None) is run)
-        rewards.pay([said("0.5", task={"answer": "1/2"})])
+        pay([said("0.5", task={"answer": "1/2"})])
         run.played += 1
         return threading.current_thread() is threading.main_thread()
 
-    payer = SimpleNamespace(pay=lambda episodes: paid.extend(map(rewards.math_verify, episodes)))
+    def payer(episodes):
+        paid.extend(map(rewards.math_verify, episodes))
     run = SimpleNamespace(total=3, ranks=SimpleNamespace(apart=lambda: None), line={}, played=0, rollout_seconds=0.0, rollout_tokens=0.0, log=lambda **_: None, check=lambda: checks.append(1))
-    ahead = Ahead(lambda play, step, run: play(run=run), partial(play, "model", engine=SimpleNamespace(load_policy=lambda model: None), rewards=payer), run)
+    ahead = Ahead(lambda play, step, run: play(run=run), partial(play, "model", engine=SimpleNamespace(load_policy=lambda model: None), pay=payer), run)
     assert [ahead(step) for step in range(3)] == [True, False, False] and paid == [1.0] * 3
     assert ahead.coming.done()  # no fourth step is played
     assert own == [False, True, True]  # its servers stay with the step that began it
@@ -216,7 +218,7 @@ def paid(text, episode, total=0.0, parts=None, pays=True):
     """Pay one episode whose environment paid `total` in its last turn."""
     episode.rewards[-1], episode.reward, episode.reward_parts = total, total, dict(parts or {})
     session = SimpleNamespace(pays=pays, env=object())
-    loaded(text).pay([agent_episode(episode, session)])
+    loaded(text)([agent_episode(episode, session)])
     return episode
 
 
@@ -256,7 +258,7 @@ def test_a_trl_function_gets_none_for_a_column_that_these_tasks_leave_empty_and_
         seen.append((ground_truth, env, sorted(columns)))
         return [1.0] * len(completions)
     episode = agent_episode(said("a", task={"question": "?"}, env="box"), SimpleNamespace(pays=False, env=None))
-    rewards.Rewards({"mathematics": mathematics}, {}).pay([episode])
+    rewards.Rewards({"mathematics": mathematics}, {})([episode])
     (truth, env, others), = seen
     assert (truth, env) == ([None], ["box"]) and "question" in others and episode.trajectory.reward == 1.0
 
@@ -295,7 +297,7 @@ def test_success_is_a_reward_where_nothing_else_says_it(functions):
     for words in (f"{functions}:half=-1", f"{functions}:half,{functions}:allowed=veto"):
         assert paid(words, said("no"), pays=False).info["success"] is False
     judged = said("a")
-    loaded(f"{functions}:half").pay([agent_episode(judged, SimpleNamespace(pays=False, env=SimpleNamespace(_check=bool)))])
+    loaded(f"{functions}:half")([agent_episode(judged, SimpleNamespace(pays=False, env=SimpleNamespace(_check=bool)))])
     assert judged.reward == 0.5 and judged.info["success"] is False  # _check() has said it
 
 
@@ -305,7 +307,7 @@ def test_success_is_a_reward_where_nothing_else_says_it(functions):
 def test_a_broken_function_stops_the_run_in_a_line(functions, name, told):
     with pytest.raises(UserError, match=told):
         episodes = [agent_episode(said("a", "b"), SimpleNamespace(pays=True, env=None)) for _ in range(2)]
-        loaded(f"{functions}:{name}").pay(episodes)
+        loaded(f"{functions}:{name}")(episodes)
 
 
 def test_a_reward_that_is_not_finite_skips_the_step_and_is_told(functions):
@@ -319,7 +321,7 @@ def test_what_failed_or_has_no_finite_reward_is_not_paid(functions):
     for stop_reason, reward in (("error", 0.25), ("done", math.nan)):
         t = said("a")
         t.stop_reason, t.reward = stop_reason, reward
-        loaded(f"{functions}:half,{functions}:raises").pay([agent_episode(t, SimpleNamespace(pays=True, env=None))])
+        loaded(f"{functions}:half,{functions}:raises")([agent_episode(t, SimpleNamespace(pays=True, env=None))])
         assert t.reward is reward and t.reward_parts == {}
 
 
@@ -337,7 +339,7 @@ def test_trls_functions_get_trls_arguments():
     one = said([call("add", n=1)], "done", mask=[0, 0, 1, 0, 1], task={"number": 7, "prompt": [{"role": "user", "content": "?"}]})
     two = said("four", task={"number": 8, "level": 1, "completion": "?"})
     session = SimpleNamespace(pays=False, env="the instance")
-    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 2.0}).pay([agent_episode(t, session) for t in (one, two)])
+    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 2.0})([agent_episode(t, session) for t in (one, two)])
     assert (one.reward, two.reward) == (2.0, 0.0) and one.reward_parts == {"accuracy": 0.25, "function": 1.0} and two.reward_parts == {"accuracy": 0.25}
     assert seen["prompts"] == [[{"role": "user", "content": "?"}]] * 2 and seen["number"] == [7, 8] and seen["environments"] == ["the instance"] * 2
     assert seen["completions"][0][0]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"n": 1}}}]
@@ -356,7 +358,7 @@ def test_what_an_assistant_said_in_the_prompt_is_no_completion():
     def function(prompts, completions, **kwargs):
         seen.extend([prompts, completions])
         return [0.0]
-    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 1.0}).pay([agent_episode(t, SimpleNamespace(pays=False, env=None))])
+    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 1.0})([agent_episode(t, SimpleNamespace(pays=False, env=None))])
     assert seen == [[shown], [[{"role": "assistant", "content": "four"}]]] and rewards.repetition(t) == 0.0
 
 
@@ -374,7 +376,7 @@ def test_which_functions_are_of_trl():
 def test_an_async_function_is_awaited(functions):
     assert paid(f"{functions}:slow=0.5", said("a")).reward == 1.0
     lazy = [agent_episode(said("a"), SimpleNamespace(pays=True, env=None)) for _ in range(2)]  # TRL takes any iterable
-    loaded(f"{functions}:lazy").pay(lazy)
+    loaded(f"{functions}:lazy")(lazy)
     assert [e.trajectory.reward_parts["lazy"] for e in lazy] == [0.0, 1.0]
 
 
@@ -388,7 +390,7 @@ def test_the_async_calls_of_a_steps_episodes_wait_at_the_same_time():
             await asyncio.sleep(0.01)
         return float(len(episode.messages))
     judged = [said(*"abc"[:n]) for n in (1, 2, 3)]
-    loop = threading.Thread(target=rewards.Rewards({"judge": judge}, {}).pay, daemon=True,
+    loop = threading.Thread(target=rewards.Rewards({"judge": judge}, {}), daemon=True,
                             args=[[agent_episode(t, SimpleNamespace(pays=False, env=None)) for t in judged]])
     loop.start()
     loop.join(20)
@@ -402,7 +404,7 @@ def test_text_prompts_make_text_completions():
         seen.extend([prompts, completions])
         return [0.0]
     t = said("four", "or 5", task={"prompt": "2 + 2?"})
-    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 1.0}).pay([agent_episode(t, SimpleNamespace(pays=False, env=None))])
+    rewards.Rewards({"function": function}, {"environment": 1.0, "function": 1.0})([agent_episode(t, SimpleNamespace(pays=False, env=None))])
     assert seen == [["2 + 2?"], ["four\nor 5"]]
 
 
@@ -422,7 +424,7 @@ def test_trls_own_functions_work_unchanged(text, value):
 def test_an_episode_of_a_rollout_is_paid_and_logged(functions):
     tasks = load_tasks("equations", "train", 2, 0)
     config = SimpleNamespace(env="equations", rewards=f"{functions}:of_logprobs=2,{functions}:half,length", max_turns=None, max_new_tokens=30, max_tokens=600)
-    found = rollout(MODEL, TOKENIZER, "equations", tasks, 2, limits=Limits(max_new_tokens=30, max_tokens=600), rewards=envs.rewards_of(config))
+    found = rollout(MODEL, TOKENIZER, "equations", tasks, 2, limits=Limits(max_new_tokens=30, max_tokens=600), pay=rewards_of(config))
     for t in found:
         mean = sum(t.logprobs) / sum(t.loss_mask)
         assert t.reward_parts["of_logprobs"] == pytest.approx(mean) and t.reward_parts["half"] == 0.5 and t.reward_parts["length"] == -1.0  # random turns are cut

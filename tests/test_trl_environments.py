@@ -11,6 +11,7 @@ import agent
 import envs
 import grpo
 from agent import Limits, rollout
+from layers import rewards_of
 from envs.prompts import opening
 from envs.tasks import load_tasks, train_and_held_out
 from core.data import transcript
@@ -41,7 +42,7 @@ def played(monkeypatch, name, rewards, row, *turns):
     with monkeypatch.context() as patch:
         make = agent.Row
         patch.setattr(agent, "Row", lambda prompt, **options: make(prompt, forced=forced, **options))
-        return rollout(MODEL, TOKENIZER, env, [task], limits=LONG, rewards=envs.rewards_of(config))[0]
+        return rollout(MODEL, TOKENIZER, env, [task], limits=LONG, pay=rewards_of(config))[0]
 
 
 EPISODES = [

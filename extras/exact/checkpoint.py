@@ -14,7 +14,8 @@ from pathlib import Path
 
 from core.data import data_sources, read_json, to_json
 from core.config import UserError, reading
-from extras.exact.files import fingerprint, set_aside, sync, write_json
+from extras.exact.files import fingerprint, sync, write_json
+from core.data import set_aside
 
 DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")

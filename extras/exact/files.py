@@ -14,15 +14,6 @@ def write_json(path, value):
     replace_file(path, to_json(value, indent=1))
 
 
-def set_aside(path):
-    """Rename a file or folder to PATH.1, or the next number that is free. Return the new path."""
-    number = 1
-    while (new := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(new)
-    return new
-
-
 def replace_file(path, text):
     """Write a file whole or not at all."""
     replace_lines(path, [text.encode()])

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from core.config import CONFIG, ONCE, UserError, algorithm_of, reading
 from core.data import data_sources, to_json
-from extras.exact.files import replace_file, replace_lines, set_aside, sync
+from extras.exact.files import replace_file, replace_lines, sync
+from core.data import set_aside
 
 EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"

@@ -188,6 +188,12 @@ BUILT_IN = {"environment": environment, "exact": exact, "format": well_formed,
 
 
 # -------------------------------------------------------------------------------- what is asked for
+def rewards_of(config):
+    """Override envs.rewards_of: return what --rewards names, or None if environments pay alone."""
+    if config.rewards or not envs.pay_alone(config.env):
+        return load(config)
+
+
 def load(config) -> "Rewards":
     """Return the functions that --rewards names. Raises UserError."""
     if not config.rewards:
@@ -250,8 +256,8 @@ class Rewards:
         # A partial itself is of functools.
         return [getattr(f, "func", f).__module__ for f in self.functions.values()]
 
-    def pay(self, episodes: list):
-        """Set the rewards of episodes (agent.Episode) that have ended and did not fail.
+    def __call__(self, episodes: list):
+        """Set the rewards of agents (agent.Episode) whose episode has ended and did not fail.
 
         Raises UserError if a function raises or returns what is no reward.
         """

@@ -6,7 +6,7 @@ import shlex
 from statistics import fmean
 from types import SimpleNamespace
 
-from core.bars import duration
+from extras.show.bars import duration
 from core.data import json_rows
 
 HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncated", "tool_errors",

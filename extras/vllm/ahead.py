@@ -25,7 +25,7 @@ class Ahead:
         """
         self.collect, self.play, self.run = collect, play, run
         self.ranks = run.ranks.apart()
-        self.rewards = play.keywords.get("rewards")
+        self.pay = play.keywords.get("pay")
         self.coming = None  # the Future of the next step's episodes
         self.due = SimpleQueue()  # functions that the main thread is to call
 
@@ -62,13 +62,12 @@ class Ahead:
         # They stay with this step's adapter, because the step of their run stays the same.
         servers = copy(servers)
         servers.run = self.shadow
-        # `pay` below stands in for that of the rewards.
         play = partial(self.play, engine=servers, run=self.shadow,
-                       rewards=self if self.rewards else None)
+                       pay=self.pay_later if self.pay else None)
         self.coming = in_thread(partial(self.collect, play, step=step, run=self.shadow))
 
-    def pay(self, episodes: list):
+    def pay_later(self, episodes: list):
         """Let the main thread pay the episodes that the other thread has played."""
-        future, work = promised(self.rewards.pay, episodes)
+        future, work = promised(self.pay, episodes)
         self.due.put(work)
         future.result()

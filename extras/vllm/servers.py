@@ -28,7 +28,6 @@ from urllib.parse import urlsplit
 
 import torch
 
-from agent import Trajectory, collate
 from core.config import UserError, first_line, say
 from core.adapter_files import save_model
 from core.logprobs import token_logprobs
@@ -304,8 +303,7 @@ def check_server(servers: Servers, url: str, model, prompts, body: dict):
     for prompt in prompts:
         asked = {**body, "prompt": prompt, "max_tokens": TOKENS}
         ids, logprobs = persist(TRIES, servers.turn, url, asked)
-        zeros = [0] * len(prompt)
-        turns.append(Trajectory(prompt + ids, zeros + [1] * len(ids), zeros + logprobs))
+        turns.append((prompt, ids, logprobs))
     gap = difference(model, turns, body["temperature"])
     with reference(model, None):
         without = difference(model, turns, body["temperature"])
@@ -319,12 +317,17 @@ def check_server(servers: Servers, url: str, model, prompts, body: dict):
 
 
 @torch.no_grad()
-def difference(model, turns: list[Trajectory], temperature: float) -> float:
-    """Return the mean of |theirs - ours| over all sampled tokens, in nats."""
-    token_ids, mask, theirs = collate(turns, model.device)  # (B, T) each
+def difference(model, turns: list, temperature: float) -> float:
+    """Return the mean of |theirs - ours| over the tokens of turns (prompt, ids, logprobs)."""
+    errors = []
     with merged(model, update=True):
-        ours, _ = token_logprobs(model, token_ids, mask, temperature)
-    return (ours - theirs).abs()[mask.bool()].mean().item()
+        for prompt, ids, theirs in turns:
+            token_ids = torch.tensor([prompt + ids], device=model.device)  # (1, T)
+            mask = torch.ones_like(token_ids)
+            mask[:, :len(prompt)] = 0
+            ours, _ = token_logprobs(model, token_ids, mask, temperature)
+            errors.append((ours[0, len(prompt):].cpu() - torch.tensor(theirs)).abs())
+    return torch.cat(errors).mean().item()
 
 
 class ServerEngine:

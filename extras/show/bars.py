@@ -1,4 +1,7 @@
 """The progress bar of episodes, and durations in words. Only a terminal gets a bar."""
+from contextlib import contextmanager
+from functools import partial
+
 from tqdm import tqdm
 
 from core.config import NO_BAR
@@ -9,6 +12,13 @@ def duration(seconds):
     if seconds < 90:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def episode_bar(agents):
+    """Override core.config.episode_bar: show a bar of these episodes (row -> agent)."""
+    with EpisodeBar(agents) as bar:
+        yield partial(bar.update, 0)
 
 
 class EpisodeBar(tqdm):
