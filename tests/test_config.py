@@ -17,7 +17,7 @@ import sft
 from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, SYNONYMS, TrainingFlags,
                          UserError, auto, fill, flag, options, parse)
 from core.run import Run
-from extras.serve import chat
+import agent
 
 
 def refusal(*argv):
@@ -82,11 +82,11 @@ def test_refuses(line, message):
     assert refusal(*line.split(" ")) == message
 
 
-@pytest.mark.parametrize("module", [grpo, sft, reward_weighted, dpo, chat])
+@pytest.mark.parametrize("module", [grpo, sft, reward_weighted, dpo, agent])
 def test_a_choice_is_what_was_chosen(module):
     """Also where it is called none: --scale_rewards none was read as if nothing had been said, and so was agent.py --env none."""
     chosen = [(name, choice) for name, option in options(module.Config).items() for choice in option.choices]
-    if module is chat:
+    if module is agent:
         chosen.append(("env", "none"))
     assert module is not grpo or ("scale_rewards", "none") in chosen
     for name, choice in chosen:

@@ -154,7 +154,7 @@ def test_a_run_goes_on_and_is_played(tmp_path, calling):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")
         (tmp_path / "run" / "result.json").unlink()
         grpo.train(options_of(grpo, tmp_path, "run", **SMALL, eval_tasks=1, resume=True))
-        chat.command(chat.Config(model_path=str(tmp_path / "run"), num_tasks=2, group_size=2, output=str(tmp_path / "traces.jsonl")))
+        chat.run(agent.Config(model_path=str(tmp_path / "run"), num_tasks=2, group_size=2, output=str(tmp_path / "traces.jsonl")), agent)
     assert metrics_of(tmp_path / "run") == whole
 
 

@@ -84,8 +84,8 @@ class Player:
         coming: rows that no engine has yet.
     """
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, make_engine):
+        self.model, self.make_engine = model, make_engine
         self.inbox = queue.SimpleQueue()
         self.playing = self.exchange({})
         self.adapters = {"base": self.playing}

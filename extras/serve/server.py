@@ -119,13 +119,13 @@ class Server:
         begin: called with a text, it returns the `agent.Episode` of that task.
     """
 
-    def __init__(self, config, model, tokenizer, begin):
+    def __init__(self, config, model, tokenizer, begin, make_engine):
         self.config, self.begin = config, begin
         self.vocabulary = model.config.get_text_config().vocab_size
         # One Chat for each list of tools, which is given as JSON.
         self.chat_of = lru_cache(64)(
             lambda tools: Chat(tokenizer, json.loads(tools), model.generation_config))
-        self.player = Player(model)
+        self.player = Player(model, make_engine)
 
     def application(self):
         """Return the ASGI application."""
@@ -290,9 +290,9 @@ async def refuse(request, error):
     return JSONResponse({"error": {"message": says}}, getattr(error, "status_code", 400))
 
 
-def run(config, model, tokenizer, begin):
+def run(config, model, tokenizer, begin, make_engine):
     """Answer requests until a signal ends the process; see `extras.serve.serve`."""
-    server = Server(config, model, tokenizer, begin)
+    server = Server(config, model, tokenizer, begin, make_engine)
     http = uvicorn.Config(server.application(), host=config.host, port=config.port,
                           access_log=False, limit_concurrency=CONNECTIONS)
     sockets = [http.bind_socket()]

@@ -1,4 +1,5 @@
 """What `python agent.py` plays: the environment, tasks and limits of the run that wrote the model."""
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,5 +89,19 @@ def check(config):
         raise UserError(f"--serve answers what clients ask; leave out {', '.join(given)}")
     if config.output and not config.num_tasks:
         raise UserError(f"--output {config.output}: say with --num_tasks how many tasks to play")
+    if config.output:
+        check_output(config.output)
     if config.serve and config.host not in LOCAL and not config.token:
         raise UserError(f"--host {config.host}: others can reach it, so give a --token")
+
+
+def check_output(path: str):
+    """Raise UserError if the file cannot be written, before the model is loaded."""
+    if os.path.islink(path) or os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"--output {path}: is no regular file")
+    try:
+        if not os.path.exists(path):
+            open(path, "x").close()
+            os.unlink(path)
+    except OSError as error:
+        raise UserError(f"--output {path}: {error.strerror}") from None

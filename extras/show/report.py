@@ -8,15 +8,13 @@ import sys
 from html import escape
 from pathlib import Path
 
-from extras.exact.checkpoint import newest_checkpoint
+from core.config import (UserError, algorithm_of, beginning, config_of, lines_of, prepare_streams,
+                         reading, whole)
 from core.data import json_rows, read_json, transcript
-from core.config import UserError, beginning, lines_of, prepare_streams, read_yaml, reading, whole
-from extras.exact.files import replace_file
-from extras.show.notes import headline, wilson
-from core.config import CONFIG, algorithm_of
-from extras.exact.output_folder import EPISODES
 from extras.show.curves import curves, number
+from extras.show.notes import headline, wilson
 
+EPISODES = "trajectories.jsonl"  # in an output folder
 MAX_EPISODES = 24  # on a page
 SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
 LEGEND = """<h2>Episodes, token by token</h2><p>Grey: prompt, template and tool results. Coloured:
@@ -79,7 +77,7 @@ def write_html(name):
     """
     path = Path(name)
     output = path / "report.html" if path.is_dir() else path.with_suffix(".html")
-    replace_file(output, whole(page(path)))
+    output.write_text(whole(page(path)), encoding="utf-8")
     return output
 
 
@@ -136,9 +134,10 @@ def chosen_episodes(file):
 
 def load_tokenizer(folder):
     """Return the tokenizer of the run's newest checkpoint, or None."""
-    file = (newest_checkpoint(folder) or folder) / "tokenizer.json"
-    if not file.is_file():
+    files = sorted(folder.glob("checkpoints/step_*/tokenizer.json"))
+    if not files:
         return None
+    file = files[-1]
     from tokenizers import Tokenizer
     with reading(file):
         return Tokenizer.from_file(str(file))
@@ -199,10 +198,15 @@ def main(argv):
         print(f"written: {write_html(name)}")
 
 
-if __name__ == "__main__":
+def program():
+    """Write the pages, or end with one line that says why not."""
     prepare_streams()
     try:
         main(sys.argv[1:])
     except (UserError, OSError) as error:
         print(f"extras.show.report: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    program()
