@@ -26,16 +26,15 @@ from torch.nn.utils.rnn import pad_sequence
 import envs
 from core.chat import Chat
 from core.engine import Row
-from core.loading import DTYPES
+from core.model import DTYPES, facts
 from core.tool_calls import parse_tool_calls
 from envs import Limits
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
 from envs.tasks import tasks_for
-from extras.memory.techniques import techniques_of
 from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
                     terminal)
-from lora import merged
+from lora import merged_to_decode
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
@@ -319,7 +318,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         started = {row: player for row, player in agents.items() if player.can_take_turn}
         if started:
             stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
-            slots = min(techniques_of(model).decode_rows, len(started))  # rows decoded at once
+            slots = min(facts(model).decode_rows, len(started))  # rows decoded at once
             engine = engine or make_engine
             if callable(engine):
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
@@ -341,7 +340,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
 def decoded_here(model):
     """Return the context in which this process plays the model. Servers have one of their own."""
-    return merged(model.eval())
+    return merged_to_decode(model.eval())
 
 
 def play_all(engine, agents: dict, run=None):
@@ -514,7 +513,7 @@ def chat_with_model(config: Config, model, tokenizer):
     chat = Chat(tokenizer, [], model.generation_config)
     system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
     ids = []  # of the conversation
-    with merged(model):
+    with merged_to_decode(model):
         for number in count():
             text = input("You: ")
             if not text:

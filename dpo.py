@@ -32,8 +32,8 @@ from itertools import chain
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (MemoryFlags, ModelFlags, NO_BAR, RolloutFlags, RunFlags, TrainingFlags,
-                         UserError, auto, fill, flag, main, nearest, preference_learning_rate)
+from core.config import (NO_BAR, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill,
+                         flag, nearest, options_for, preference_learning_rate, UserError, main)
 from core.run import Run
 from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
                        without_faults)
@@ -48,8 +48,8 @@ from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from extras.data.demonstrations import read_trajectories
 from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
 from envs.tasks import drop_seen, train_and_held_out, with_env
-from core.adapter_files import TrainingState, adamw
-from core.loading import is_tiny, load_model, model_options
+from core.model import TrainingState, adamw, is_tiny
+from layers import LayerFlags, load_model
 from core.logprobs import token_logprobs
 from lora import merged
 from sft import teach_tiny
@@ -236,7 +236,7 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
 
 # ------------------------------------------------------------------------------------------ config
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "pairs and loss"
     env: str | None = flag(None, "environment or several (a,b), to play and to evaluate in; "
                                  "default: none for --dataset, else the recorded episodes', or "
@@ -350,7 +350,7 @@ def reference_sums(model, pairs, config: Config, ranks) -> dict[Trajectory, floa
     sums = torch.zeros(len(episodes), device=model.device)
     batches = ranks.micro_batches(len(episodes), 2 * config.batch_size)
     model.eval()
-    with merged(model, update=True):
+    with merged(model):
         for rows in tqdm(batches, "reference", disable=NO_BAR, leave=False, delay=2):
             token_ids, mask, _ = collate(episodes[rows], model.device)  # (b, T) each
             logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (b, T)
@@ -380,7 +380,7 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> 
     counts = counts_of(pairs)
     metrics = []
     model.eval()
-    with merged(model, update=True):
+    with merged(model):
         for rows in run.micro_batches(len(pairs), "held out"):
             metrics.append(batch_loss(model, pairs[rows], ref_sums, counts, config)[1])
     totals = run.ranks.total(metrics)
@@ -397,12 +397,12 @@ def train(config: Config) -> dict:
     run = Run(config, "dpo", envs)  # output folder, resume, signals
     if run.finished:
         return run.finished
-    model, tokenizer = load_model(config.model_path, **model_options(config))
+    model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
     pairs = given_pairs(config, model, tokenizer)
     run.begin()  # model and data have loaded: what is written from here on is this run's
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
-        model, tokenizer = load_model(teach_tiny(config, run, bool(tasks)), **model_options(config))
+        model, tokenizer = load_model(teach_tiny(config, run, bool(tasks)), **options_for(load_model, config))
     if tasks:  # no pairs were given: play them
         pairs = make_pairs([collect(model, tokenizer, tasks, config, run)], config)
     learned, held_out = split_pairs(pairs, config)
@@ -429,7 +429,7 @@ def train(config: Config) -> dict:
             metrics = []
             model.train()
             # The adapter is merged as in reference_sums, so that both round alike.
-            with merged(model, update=True):
+            with merged(model):
                 for rows in run.micro_batches(len(batch), step):
                     loss, numbers = batch_loss(model, batch[rows], ref_sums, counts, config)
                     loss.backward()

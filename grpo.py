@@ -25,8 +25,8 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, UserError,
-                         auto, check_accumulation, fill, flag, main)
+from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
+                         check_accumulation, fill, flag, options_for, UserError, main)
 from core.run import Run
 from core.data import cheapest_order, collector, group_shares, members, per_token, unusable
 
@@ -36,8 +36,8 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import collate, evaluate, rollout, rollout_options
 from envs.tasks import train_and_held_out
-from core.adapter_files import TrainingState, adamw
-from core.loading import is_tiny, load_model, model_options
+from core.model import TrainingState, adamw, is_tiny
+from layers import LayerFlags, load_model
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged, reference
 from sft import teach_tiny
@@ -282,7 +282,7 @@ def lower_clip(config):
 # leaves open is None until `settle` fills it: from the loss's paper, TINY or the environment, else
 # with the default that stands here.
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "GRPO"
     output_dir: str = "runs/grpo"
     tasks_per_step: int = flag(8, "tasks of a step", low=1)
@@ -366,7 +366,7 @@ def train(config: Config) -> dict:
     run = Run(config, "grpo", envs)  # output folder, resume, signals
     if run.finished:
         return run.finished
-    model, tokenizer = load_model(teach_tiny(config, run), **model_options(config))
+    model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     flags = rollout_options(config, run)
@@ -388,7 +388,7 @@ def train(config: Config) -> dict:
             old_logprobs = sampled_logprobs
             score_by = partial(score, model, token_ids, mask, config.temperature, run)
             if cap := config.importance_correction:
-                old_logprobs = score_by(merged(model, update=True))  # trainer_logprobs, (B, T)
+                old_logprobs = score_by(merged(model))  # trainer_logprobs, (B, T)
                 advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap)
                 run.log(**shares)
             ref_logprobs = score_by(reference(model, start_policy)) if config.kl_coef else None
@@ -398,7 +398,7 @@ def train(config: Config) -> dict:
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's
-                with merged(model, update=True):
+                with merged(model):
                     for rows in run.micro_batches(len(batch), step, update):
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each

@@ -7,19 +7,45 @@ from pathlib import Path
 
 from core.config import episode_bar, terminal
 from core.engine import make_engine, sampler_of
-from core.loading import load_model
 from core.run import Run
 from envs import rewards_of
 from envs.session import sessions
+from lora import load_model
 
-# PyPI has a package "extras", too.
-if Path(__file__).parent.joinpath("extras").is_dir():
+
+class LayerFlags:
+    """The flags of layers: without them none."""
+
+
+def has(layer: str) -> bool:
+    """True if the folder of this layer is there. PyPI has a package "extras", too."""
+    return Path(__file__).parent.joinpath("extras", layer).is_dir()
+
+
+if has("isolate"):
     from extras.isolate import sessions  # noqa: F811
+if has("rewards"):
     from extras.rewards import rewards_of  # noqa: F811
+if has("serve"):
     from extras.serve import terminal  # noqa: F811
+if has("show"):
     from extras.show.bars import episode_bar  # noqa: F811
+if has("vllm"):
     from extras.vllm import sampler_of  # noqa: F811
+if has("fast"):
+    from extras.fast.loading import faster
+    load_model = faster(load_model)
+if has("memory"):
+    from extras.memory import MemoryFlags as LayerFlags  # noqa: F811
+    from extras.memory import lean
+    load_model = lean(load_model)
+if has("exact"):
+    from extras.exact.loading import sealed
+    load_model = sealed(load_model)
+if has("models"):
     import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
+    from extras.models.probe import probed
+    load_model = probed(load_model)
 
-__all__ = ["Run", "episode_bar", "load_model", "make_engine", "rewards_of", "sampler_of",
-           "sessions", "terminal"]
+__all__ = ["LayerFlags", "Run", "episode_bar", "load_model", "make_engine", "rewards_of",
+           "sampler_of", "sessions", "terminal"]

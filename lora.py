@@ -3,39 +3,35 @@
     y = W x + scale B A x        W (out, in) is frozen, A (r, in) and B (out, r) train in float32
 
 The model stays the stock transformers model. Each adapted Linear gets one object, `linear.lora`,
-and computes its output with it. Other files use it through the functions here (extras/fast/beside.py joins
-plain ones, extras/models/probe.py removes some): another adapter (DoRA, tests/test_dora.py) is a subclass.
+and computes its output with it. Another adapter (DoRA, tests/test_dora.py) is a subclass of
+`Adapter`, given to `load_model` as `kind`.
 
-    python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER      writes a plain model folder
+    python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER [--dtype bfloat16]
+
+writes a plain model folder.
 """
+import argparse
 import math
-import runpy
+import os
+import shutil
+import sys
+import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import UserError
-from extras.exact.process import give_back_memory
+from core.config import UserError, prepare_streams
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
-
-@dataclass
-class Settings:
-    """What `add_lora` gave a model. It stands at `model.lora_settings`.
-
-    Attributes:
-        peft: what adapter_config.json says of the adapter, in PEFT's names.
-        all_linear: True if the targets were not named.
-        fresh: False if the adapter was read from a folder.
-    """
-    peft: dict
-    all_linear: bool = False
-    fresh: bool = True
+from core.logprobs import Cast, add_update, column_noise, dithered
+from core.model import (ADAPTER, DTYPES, Facts, Settings, adopt_tokenizer, base_of, facts,
+                        is_adapter, load_weights, newest, read_model, read_settings,
+                        read_tokenizer, settings, switch_dropout_off)
+from core.packing import allow_packing
 
 
 class Adapter(nn.Module):
@@ -44,17 +40,20 @@ class Adapter(nn.Module):
     Attributes:
         A: (r, in), drawn uniformly as PEFT does (kaiming_uniform with a = sqrt(5)).
         B: (out, r), zero at the start.
-        mode: "beside" adds the update to W x. "cached" does too, and while decoding it casts A and
-            B only once. "merged" has the update in the Linear's weight. "off" leaves W x alone.
+        mode: "beside" adds the update to W x. "merged" has the update in the Linear's weight. "off"
+            leaves W x alone.
         frozen: W while the Linear holds the merged weight, else None.
-        cast: A and B as "cached" keeps them, once they were cast, else None.
-        mergeable: False where the weight cannot hold an update (4-bit, streamed or shared weights).
+        mergeable: False where the weight cannot hold an update, as one that layers share.
+        device: where A and B live, None for beside the weight.
         peft_entries: what adapter_config.json says of this kind besides the settings.
     """
+    mergeable = True
+    device = None
     peft_entries = {}
 
-    def __init__(self, linear, r: int, scale: float, dropout: float, generator, device):
+    def __init__(self, linear, r: int, scale: float, dropout: float, generator):
         super().__init__()
+        device = self.device or linear.weight.device
         bound = 1 / math.sqrt(linear.in_features)
         A = (torch.rand(r, linear.in_features, generator=generator) * 2 - 1) * bound
         self.A = nn.Parameter(A.to(device))
@@ -62,7 +61,7 @@ class Adapter(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.mode = "beside"
-        self.frozen = self.cast = None
+        self.frozen = None
 
     def tensors(self) -> dict:
         """Return the parameters under the names that PEFT saves them by."""
@@ -81,21 +80,27 @@ class Adapter(nn.Module):
 
     def give_gradients(self, linear, x, output):
         """Return `output`, which a merged weight computed from x, with gradients for A and B."""
-        return _MergedLoRA.apply(output, x, *self.factors(x), self.scale, recomputable.get(x))
+        return self.attach(x, output)
+
+    def attach(self, x, output):
+        """Return `output` with the gradients that A and B have in scale B A x."""
+        return _MergedLoRA.apply(output, x, *self.factors(x), self.scale)
 
     def factors(self, x):
         """Return A and B in the dtype and on the device of x."""
-        if self.mode != "cached" or not torch.is_inference_mode_enabled():
-            return Cast.apply(self.A, x), Cast.apply(self.B, x)
-        self.cast = self.cast or (Cast.apply(self.A, x), Cast.apply(self.B, x))
-        return self.cast
+        return Cast.apply(self.A, x), Cast.apply(self.B, x)
 
     def frozen_weight(self, linear):
         """Return W, whether the Linear holds it or the merged weight."""
         return linear.weight.data if self.frozen is None else self.frozen
 
     def merge(self, linear):
-        """Put the effective weight in place of the frozen one, which `unmerge` brings back."""
+        """Put the effective weight in place of the frozen one, which `unmerge` brings back.
+
+        One that is not mergeable stays beside its weight.
+        """
+        if not self.mergeable:
+            return
         self.frozen = weight = self.frozen_weight(linear)
         self.mode = "merged"
         linear.weight.data = dithered(self.effective_weight(weight), weight.dtype).to(weight.dtype)
@@ -105,76 +110,50 @@ class Adapter(nn.Module):
         if self.mode == "merged":
             linear.weight.data = self.frozen
         self.mode = "beside"
-        self.frozen = self.cast = None
+        self.frozen = None
 
 
 def adapted_forward(linear, x):
     """Return the output (..., out) of an adapted Linear for x (..., in)."""
     adapter = linear.lora
-    whole_weight(linear)  # a decoder may have freed it
     output = type(linear).forward(linear, x)
-    if adapter.mode in ("beside", "cached"):
+    if adapter.mode == "off":
+        return output
+    if adapter.mode != "merged":
         return adapter(linear, x, output)
-    if adapter.mode == "merged" and torch.is_grad_enabled():
-        return adapter.give_gradients(linear, x, output)
-    return output
-
-
-# Activations that backward can compute again: tensor -> function without arguments.
-recomputable = WeakTensorKeyDictionary()
+    return adapter.give_gradients(linear, x, output) if torch.is_grad_enabled() else output
 
 
 class _MergedLoRA(torch.autograd.Function):
     """The identity on output = (W + scale B A) x, with the gradients that A and B have in it.
 
-    The gradient of x passes through the merged weight. A `recomputable` x is not kept.
+    The gradient of x passes through the merged weight.
     """
 
     @staticmethod
-    def forward(ctx, output, x, A, B, scale, recompute):
-        ctx.scale, ctx.recompute = scale, recompute
+    def forward(ctx, output, x, A, B, scale):
+        ctx.scale = scale
         # Unmarked, it would come back as a view, which no layer may change in place.
         ctx.mark_dirty(output)
-        ctx.save_for_backward(None if recompute else x, A, B)
+        ctx.save_for_backward(x, A, B)
         return output
 
     @staticmethod
     def backward(ctx, grad):
-        x, A, B = ctx.saved_tensors
-        if ctx.recompute:
-            # What the function holds is freed with this node.
-            x, ctx.recompute = ctx.recompute(), None
-        x, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
-        grad_A = (g @ B * ctx.scale).T @ x
-        grad_B = ((x @ A.T * ctx.scale).T @ g).T
-        return grad, None, grad_A, grad_B, None, None
+        return grad, None, *factor_gradients(*ctx.saved_tensors, grad, ctx.scale), None
 
 
-GRADIENT_SCALE = 2.0**12  # core.logprobs multiplies by it: float16 gradients stay above 6e-8
-
-
-class Cast(torch.autograd.Function):
-    """Use a float32 weight in the dtype and on the device of another tensor.
-
-    Its gradient comes back in float32, and a float16 one is divided by GRADIENT_SCALE.
-    """
-
-    @staticmethod
-    def forward(ctx, weight, like):
-        ctx.device = weight.device
-        return weight.to(like.device, like.dtype, non_blocking=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        exact = grad.to(ctx.device, torch.float32)
-        if grad.dtype == torch.float16:
-            exact /= GRADIENT_SCALE
-        return exact, None
+def factor_gradients(x, A, B, grad, scale):
+    """Return the gradients of A and B in scale B A x, from that of the output (..., out)."""
+    x, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
+    grad_A = (g @ B * scale).T @ x
+    grad_B = ((x @ A.T * scale).T @ g).T
+    return grad_A, grad_B
 
 
 # -------------------------------------------------------------------------------- adding and asking
 def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-linear",
-             use_rslora: bool = False, seed: int = 0, mergeable: bool = True, device=None):
+             use_rslora: bool = False, seed: int = 0, kind: type = Adapter):
     """Give every targeted Linear an adapter of rank r, and freeze everything else.
 
     Args:
@@ -183,8 +162,7 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
         targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no
             output head), or names or last parts of names, in a list or with commas between them.
         seed: of the draws for A.
-        mergeable: see `Adapter`.
-        device: where A and B live, if not beside their weights.
+        kind: the class of the adapters.
     """
     names = target_names(targets)
     linears, targets = _targeted(model, names)
@@ -193,16 +171,15 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     scale = alpha / (math.sqrt(r) if use_rslora else r)
     weights = [id(linear.weight) for linear in linears_of(model).values()]
     for linear in linears.values():
-        linear.lora = KIND(linear, r, scale, dropout, generator, device or linear.weight.device)
+        linear.lora = kind(linear, r, scale, dropout, generator)
         # A weight that layers share, as Zamba's do, cannot hold the update of one.
-        linear.lora.mergeable = mergeable and weights.count(id(linear.weight)) == 1
+        linear.lora.mergeable = kind.mergeable and weights.count(id(linear.weight)) == 1
         linear.forward = partial(adapted_forward, linear)
-    model.lora_settings = Settings({
-        "r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
-        "use_rslora": use_rslora, **KIND.peft_entries}, names == ["all-linear"])
+    peft = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets,
+            "use_rslora": use_rslora, **kind.peft_entries}
+    model.lora_settings = Settings(peft, adapter_tensors(model), names == ["all-linear"])
 
 
-KIND = Adapter  # the class of a model's adapters, and of those that are read from files
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # of mixtures of experts, by their last name
 
 
@@ -245,11 +222,6 @@ def linears_of(model) -> dict:
             if isinstance(module, nn.Linear) and module is not head}
 
 
-def settings(model) -> Settings | None:
-    """Return the settings of the model's adapter, None if it has no adapter."""
-    return getattr(model, "lora_settings", None)
-
-
 def is_adapted(module) -> bool:
     """True if this module is a Linear with an adapter."""
     return isinstance(getattr(module, "lora", None), Adapter)
@@ -266,115 +238,47 @@ def adapter_tensors(model) -> dict:
             for leaf, tensor in linear.lora.tensors().items()}
 
 
+def remove_adapters(model, linears, targets: list):
+    """Take the adapters of some Linears away. `targets` names those that keep theirs."""
+    for linear in linears:
+        del linear.lora, linear.forward
+    settings(model).tensors = adapter_tensors(model)
+    settings(model).peft["target_modules"] = targets
+
+
 def whole_policy(module) -> bool:
     """True if the weight alone gives the output: no adapter, a merged one, or one switched off."""
     return not is_adapted(module) or module.lora.mode in ("merged", "off")
 
 
-# ---------------------------------------------------------------------------------- 16-bit rounding
-LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 mantissa bits
-
-
-def dithered(total, dtype, noise=None):
-    """Round float32 sums to what 16 bits hold, by stochastic rounding with fixed random bits.
-
-    An update below half the distance to the next 16-bit number would vanish if the sum were rounded
-    to the nearest: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here
-    random bits are added below the last bit that 16-bit numbers have, and the rest is cut off, so
-    that the mean over the weights is right (but for float16 numbers below 6e-5). A zero update
-    changes nothing, NaN stays NaN, and a number above the largest of the dtype may become infinite.
-    The random bits are constants: rollout, update, evaluation and `merge` have the same weights.
-
-    Args:
-        total: float32, (out, in) or (..., out), contiguous. It is overwritten.
-        dtype: what holds the result later. Only bfloat16 and float16 need random bits.
-        noise: the bits (out,) of `column_noise`, the same for all rows whatever their place in a
-            batch. With None each number of a weight has its own.
-    """
-    if dtype not in LOST_BITS:
-        return total
-    # Of the many NaNs take the one whose bits survive the sum. CUDA's, 0x7fffffff, would become 0.
-    total.nan_to_num_(torch.nan, torch.inf, -torch.inf)
-    bits = total.view(torch.int32)
-    if noise is not None:
-        bits.add_(noise)
-    else:
-        noise = _noise(total.device, LOST_BITS[dtype])
-        # One addition for all but the tail: a GPU waits for launches.
-        flat, whole = bits.view(-1), bits.numel() // len(noise) * len(noise)
-        flat[:whole].view(-1, len(noise)).add_(noise)
-        flat[whole:].add_(noise[:len(flat) - whole])
-    bits.bitwise_and_(-1 << LOST_BITS[dtype])
-    return total
-
-
-@cache
-def _noise(device, n: int):
-    """Return a constant sequence of random whole numbers below 2**n."""
-    generator = torch.Generator().manual_seed(0)
-    # An odd length, or rows of a weight whose width is a power of two would all get the same bits.
-    return torch.randint(2**n, (2**18 - 5,), generator=generator, dtype=torch.int32).to(device)
-
-
-def add_update(x, output, A, B, scale, noise):
-    """Return output (..., out) + scale B A x, with x (..., in) and the `column_noise` (out,)."""
-    update = F.linear(F.linear(x, A), B)
-    if output.dtype not in LOST_BITS:
-        return output + update * scale
-    # Rounded to the nearest, a 16-bit sum would lose small updates.
-    return _DitheredSum.apply(output, update, scale, noise)
-
-
-def column_noise(output):
-    """Return the random bits (out,) of the columns of a Linear's output (..., out)."""
-    return _noise(output.device, LOST_BITS.get(output.dtype, 0))[:output.shape[-1]]
-
-
-class _DitheredSum(torch.autograd.Function):
-    """Add scale x update (..., out) to a 16-bit output by `dithered`, with the sum's gradients."""
-
-    @staticmethod
-    def forward(ctx, output, update, scale, noise):
-        # The sum is written over the update, some tokens in float32 at a time: what a CPU's cache
-        # holds, and on a GPU, where each piece is six kernels, 32 MiB.
-        ctx.mark_dirty(update)
-        ctx.scale = scale
-        tokens = max(1, 2**(18 if output.device.type == "cpu" else 23) // output.shape[-1])
-        for y, u in zip(output.flatten(0, -2).split(tokens), update.flatten(0, -2).split(tokens)):
-            u.copy_(dithered(y.float().add_(u, alpha=scale), y.dtype, noise))
-        return update
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, grad * ctx.scale, None, None
-
-
 # ------------------------------------------------------------------------------------------ merging
-@contextmanager
-def merged(model, update: bool = False):
-    """Inside the block the adapted weights are W + scale B A. On exit W is restored exactly.
+def merged(model):
+    """Return a context in which the adapted weights are W + scale B A, for an update or a score.
 
-    A and B still get their gradients, so rollout and update can use the very same weights. Weights
-    in 16 bits are rounded by `dithered`, so that small updates are not lost. Leave the block before
-    the optimizer steps. An adapter beside 4-bit, streamed or shared weights is not merged, but cast
-    once while decoding. With update=True (in an update) one with dropout is not merged either,
-    because a merged adapter has no dropout.
+    On exit W is restored exactly. A and B still get their gradients, so rollout and update can use
+    the very same weights. Weights in 16 bits are rounded by `dithered`, so that small updates are
+    not lost. Leave the block before the optimizer steps. An adapter with dropout stays beside its
+    weight, because a merged one has no dropout.
     """
-    linears = [linear for linear in adapters(model).values() if not whole_policy(linear)
-               and not (update and linear.lora.dropout)]
+    return _merged(linear for linear in adapters(model).values() if not linear.lora.dropout)
+
+
+def merged_to_decode(model):
+    """Return the same context for a rollout, which drops nothing: all adapters are merged."""
+    return _merged(adapters(model).values())
+
+
+@contextmanager
+def _merged(linears):
+    """Inside the block these Linears hold their adapters, but for those that are switched off."""
+    linears = [linear for linear in linears if not whole_policy(linear)]
     try:
         for linear in linears:
-            if linear.lora.mergeable:
-                linear.lora.merge(linear)
-            else:
-                linear.lora.mode = "cached"
+            linear.lora.merge(linear)
         yield
     finally:
         for linear in linears:
             linear.lora.unmerge(linear)
-        if not update:
-            # What a rollout freed. An update leaves it for the next pass, which is as large.
-            give_back_memory()
 
 
 def merge_adapter(model):
@@ -385,20 +289,6 @@ def merge_adapter(model):
         linear.lora.merge(linear)
         del linear.lora, linear.forward
     model.lora_settings = None
-
-
-def free_merged(linears):
-    """Free the merged weights of these Linears: a decoder has them in its own layout."""
-    for linear in linears:
-        if is_adapted(linear) and linear.lora.mode == "merged":
-            linear.weight.data = linear.weight.data.new_empty(0)
-
-
-def whole_weight(linear):
-    """Return the weight of a Linear, merged again if `free_merged` has freed it."""
-    if not linear.weight.numel():
-        linear.lora.merge(linear)
-    return linear.weight
 
 
 # ----------------------------------------------------------------------------- the reference policy
@@ -420,7 +310,7 @@ def reference(model, frozen: dict | None):
     """
     _exchange(model, frozen)
     try:
-        with merged(model, update=True):
+        with merged(model):
             yield
     finally:
         _exchange(model, frozen)
@@ -429,7 +319,7 @@ def reference(model, frozen: dict | None):
 def _exchange(model, frozen):
     """Swap what trains with its frozen copy, or switch the adapter off or on if there is none."""
     for linear in adapters(model).values():
-        if linear.lora.mode in ("merged", "cached"):
+        if linear.lora.mode not in ("beside", "off"):
             raise RuntimeError("leave the block of lora.merged before entering lora.reference")
         if frozen is None:
             linear.lora.mode = "off" if linear.lora.mode == "beside" else "beside"
@@ -438,6 +328,149 @@ def _exchange(model, frozen):
         p.data, frozen[name] = frozen[name], p.data
 
 
+# ------------------------------------------------------------------------------------------ loading
+def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
+               lora_dropout: float = 0.0, lora_target_modules: str = "all-linear",
+               dtype: str = "float32", device: str | None = None, seed: int = 0, train: bool = True,
+               merge: bool | None = None, read=None, kind: type = Adapter):
+    """Return (model, tokenizer) ready to train, or with train=False to be played only.
+
+    Args:
+        path: tiny, a hub id, a model folder, an adapter folder, or an output folder of ours.
+        lora_r: rank of a fresh adapter; with an adapter at `path` its training continues. 0 trains
+            all weights, into which an adapter is merged first.
+        lora_alpha: None means twice the rank.
+        lora_dropout, lora_target_modules: see `add_lora`.
+        dtype: of the frozen weights and of the arithmetic. What trains is float32.
+        device: None takes a GPU of CUDA, else the CPU.
+        seed: of the adapter and of the tiny model.
+        merge: True merges an adapter into a plain model, False keeps it beside. None merges it
+            unless its training continues.
+        read: read(source, dtype, device, seed) -> (model, tokenizer), in place of `read_model`.
+        kind: the class of the adapters.
+
+    Raises UserError, one line with the fix.
+    """
+    path = newest(path)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if train and not lora_r and dtype.endswith("16"):
+        raise UserError("--dtype is for weights that stay as they are; "
+                        "give --lora_r, e.g. 16, or --dtype float32")
+    source, adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules, kind)
+    if adapter["quantized_base"] and not read:
+        raise UserError(f"{path}: is an adapter of weights in {adapter['quantized_base']}, which "
+                        "needs extras/memory")
+    # Weights that train are read and stay in float32.
+    kept = DTYPES[dtype] if lora_r or not train else torch.float32
+    model, tokenizer = (read or read_model)(source, kept, device, seed)
+    continues = is_adapter(path)
+    if continues and os.path.exists(Path(path, "tokenizer_config.json")):
+        tokenizer = read_tokenizer(path)
+    model.to(device).requires_grad_(False)
+    model.facts = Facts(source, seed, kind)
+    switch_dropout_off(model)
+    adopt_tokenizer(model, tokenizer, path)
+    allow_packing(model)
+    if adapter["r"]:
+        adapt(model, adapter, lora_dropout, seed, path if continues else None)
+    if merge or merge is None and continues and not lora_r:
+        merge_adapter(model)
+    if not lora_r:
+        model.requires_grad_(train)
+    return model.eval(), tokenizer  # model.train() switches the adapter's dropout on
+
+
+def adapt(model, adapter: dict, dropout=0.0, seed=0, folder: str | None = None):
+    """Add an adapter with these settings. With a folder, its training continues from there."""
+    targets = adapter["target_modules"]
+    if folder and not any(".language_model." in name for name, _ in model.named_modules()):
+        # PEFT names them so where it had loaded the model with its vision tower.
+        targets = [name.replace(".language_model.", ".", 1) for name in targets]
+    try:
+        add_lora(model, adapter["r"], adapter["lora_alpha"], dropout, targets,
+                 adapter.get("use_rslora", False), seed, facts(model).kind or Adapter)
+    except UserError as error:
+        place = f"{folder}: {ADAPTER}: " if folder else ""
+        raise UserError(f"{place}{error}") from None
+    if folder:
+        load_weights(model, folder)
+        settings(model).fresh = False
+
+
+def _adapter_settings(path, lora_r, alpha, targets, kind) -> tuple[str, dict]:
+    """Return the base model and the settings of the adapter at `path`, or of a fresh one.
+
+    Other settings than those of the adapter at `path` are refused: alpha, unless it is None, and
+    targets, unless they are all-linear. Its rank stays, because the flag has a default.
+    """
+    if not is_adapter(path):
+        return path, {"r": lora_r, "lora_alpha": alpha or 2 * lora_r, "target_modules": targets,
+                      "quantized_base": ""}
+    adapter = read_settings(path, kind.peft_entries)
+    targets = ",".join(sorted(target_names(targets)))
+    names = sorted(adapter["target_modules"])
+    # Where PEFT would find other modules by the short names, the whole ones are stored.
+    if targets != ",".join(names):
+        names = sorted({name.split(".")[-1] for name in names})
+    for name, asked, stored in (("lora_alpha", alpha, adapter["lora_alpha"]),
+                                ("lora_target_modules", targets, ",".join(names))):
+        if asked not in (None, "all-linear", stored):
+            raise UserError(f"{path}: is an adapter with {name} {stored}, which --{name} {asked} "
+                            "cannot change; leave that flag out, or merge the adapter first "
+                            "(python lora.py merge)")
+    if lora_r not in (0, adapter["r"]):
+        print(f"note: {path} is an adapter: its rank {adapter['r']} stays, "
+              f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
+    return base_of(path), adapter
+
+
+def merge(source: str, folder: str, dtype: str = "auto", load=load_model):
+    """Write the plain model folder, weights and tokenizer, of an adapter or output folder.
+
+    In the run's dtype these are the weights that it sampled with. The folder is whole or absent.
+    `load` is `load_model`, or what layers make of it.
+    """
+    place = Path(folder).absolute().parent
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".merge-", dir=place) as beside:
+        model, tokenizer = load(source, dtype=dtype, train=False, merge=True)
+        whole = Path(beside, "model")
+        model.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        # A model with a vision tower is loaded with these, too.
+        for path in Path(facts(model).source).glob("*processor_config.json"):
+            shutil.copyfile(path, whole / path.name)
+        whole.replace(folder)
+
+
+def main(words: list[str]) -> int:
+    """Run the command `python lora.py merge` and return its exit status."""
+    # The layers import this file by its name.
+    from layers import load_model
+    parser = argparse.ArgumentParser(
+        prog="lora.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["merge"])
+    parser.add_argument("source", help="an adapter folder, or an output folder (its newest "
+                                       "checkpoint)")
+    parser.add_argument("folder", help="where the model goes: a new folder")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights; auto: as "
+                        "the base is stored; the run's: the weights that it trained with")
+    args = parser.parse_args(words)
+    try:
+        # The folder may hold the adapter's base, and the adapter would be applied twice.
+        if os.path.lexists(args.folder) and os.listdir(args.folder):
+            raise UserError(f"{args.folder}: is not empty; give a new folder")
+        merge(args.source, args.folder, args.dtype, load_model)
+        print(f"written: {args.folder}, a plain model folder")
+    except KeyboardInterrupt:
+        print(f"lora.py: interrupted; {args.folder} is as it was", file=sys.stderr)
+        return 130
+    except (UserError, OSError) as error:
+        print(f"lora.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    # The command is a program of its own: it loads models, which imports this file.
-    runpy.run_module("core.merge", run_name="__main__")
+    prepare_streams()
+    sys.exit(main(sys.argv[1:]))

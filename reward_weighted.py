@@ -26,8 +26,8 @@ from functools import partial
 from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, UserError,
-                         auto, fill, flag, imitation_learning_rate, main)
+from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag,
+                         imitation_learning_rate, options_for, UserError, main)
 from core.run import Run
 from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
                        shift_and_scale, shuffled_batches, tasks_of, turn_index, unusable,
@@ -40,8 +40,8 @@ import envs
 from agent import Trajectory, collate, evaluate, rollout, rollout_options
 from extras.data.demonstrations import read_trajectories
 from envs.tasks import drop_seen, recorded_env, train_and_held_out
-from core.adapter_files import TrainingState, adamw
-from core.loading import is_tiny, load_model, model_options
+from core.model import TrainingState, adamw, is_tiny
+from layers import LayerFlags, load_model
 from core.logprobs import token_logprobs
 from lora import merged
 from sft import teach_tiny
@@ -198,7 +198,7 @@ def rounds(config):
 
 
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "episodes and weights"
     output_dir: str = "runs/reward_weighted"
     env: str | None = flag(None, "environment or several (a,b); also path/to/file.py:Class; "
@@ -337,12 +337,12 @@ def train(config: Config) -> dict:
     run = Run(config, "reward_weighted", envs)  # output folder, resume
     if run.finished:
         return run.finished
-    model, tokenizer = load_model(config.model_path, **model_options(config))
+    model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
     data = recorded(config, model, tokenizer) if config.trajectories else []
     held_out = drop_seen(held_out, tasks_of(data))
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
-        model, tokenizer = load_model(teach_tiny(config, run, bool(tasks)), **model_options(config))
+        model, tokenizer = load_model(teach_tiny(config, run, bool(tasks)), **options_for(load_model, config))
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
                       beta2=0.999)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
@@ -367,7 +367,7 @@ def train(config: Config) -> dict:
                 w = token_weights(weights, loss_mask)  # (B, T)
                 loss_sum = 0.0
                 # The adapter is merged as in the rollout, so that both round alike.
-                with merged(model, update=True):
+                with merged(model):
                     for rows in run.micro_batches(len(batch), step, update):
                         logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows],
                                                      config.temperature)  # (b, T)

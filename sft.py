@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (EnvironmentFlags, MemoryFlags, ModelFlags, RunFlags, TrainingFlags, auto,
-                         fill, flag, imitation_learning_rate, main)
+from core.config import (EnvironmentFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
+                         imitation_learning_rate, options_for, main)
 from core.run import Run
 
 import torch
@@ -37,9 +37,10 @@ import envs
 from agent import collate, evaluate, rollout_options
 from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
 from envs.tasks import with_env
-from core.adapter_files import TrainingState, adamw
 from core.data import batches_of_like_length
-from core.loading import is_tiny, load_model, merge, model_options
+from core.model import TrainingState, adamw, is_tiny
+from layers import LayerFlags, load_model
+from lora import merge
 from core.logprobs import token_logprobs
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
@@ -53,7 +54,7 @@ TINY_SFT = {"max_samples": 1400, "expert_noise": 0.6, "max_turns": 6, "max_steps
 
 
 @dataclass(kw_only=True)
-class Config(ModelFlags, MemoryFlags, EnvironmentFlags, TrainingFlags, RunFlags):
+class Config(ModelFlags, LayerFlags, EnvironmentFlags, TrainingFlags, RunFlags):
     heading = "demonstrations"
     lora_r: int = 0
     learning_rate: float | None = auto(imitation_learning_rate)
@@ -125,7 +126,7 @@ def train(config: Config) -> dict:
     run = Run(config, "sft", envs)  # output folder, resume, signals
     if run.finished:
         return run.finished
-    model, tokenizer = load_model(config.model_path, **model_options(config))
+    model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
     learned, held_out = demonstrations(config, conversations, model, tokenizer)
     tasks = evaluation_tasks(config, learned)
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import lora  # noqa: E402
-from core.loading import load_model, merge  # noqa: E402
-from core.adapter_files import save_model
+from layers import load_model  # noqa: E402
+from core.model import save_model
 from core.logprobs import token_logprobs
 
 
@@ -79,7 +79,7 @@ def measure(model, ids, base: str, folder: str) -> dict:
     """Return the loss of every way to play the adapter as it is now."""
     from transformers import AutoModelForCausalLM
     save_model(model, f"{folder}/adapter")
-    merge(f"{folder}/adapter", f"{folder}/merged", "bfloat16")
+    lora.merge(f"{folder}/adapter", f"{folder}/merged", "bfloat16", load_model)
     losses = {"float32": played(f"{folder}/adapter", base, torch.float32, ids)[0]}
     losses["peft"], losses["peft_merged"] = played(f"{folder}/adapter", base, torch.bfloat16, ids)
     plain = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype="auto")

@@ -32,8 +32,8 @@ def updates(model_path, count, dtype):
     sys.path.insert(0, str(ROOT))
     import core  # noqa: F401 (before torch, as in every program)
     import torch
-    from core.adapter_files import adamw
-    from core.loading import load_model
+    from core.model import adamw
+    from layers import load_model
     from core.logprobs import token_logprobs
     from lora import merged
     model, _ = load_model(model_path, lora_r=16, dtype=dtype)
@@ -41,7 +41,7 @@ def updates(model_path, count, dtype):
     ids = torch.randint(1000, 40000, (8, 256), generator=torch.Generator().manual_seed(0))
     for _ in range(count):
         began = time.perf_counter()
-        with merged(model, update=True):
+        with merged(model):
             logprobs, _ = token_logprobs(model, ids, torch.ones_like(ids), 1.0)
             logprobs[:, 1:].mean().backward()
         optimizer.step()

@@ -25,10 +25,9 @@ import core.logprobs as logprobs
 import extras.memory.pointwise as pointwise
 import extras.memory.quantization as quantization
 from extras.fast import static_engine
-from core.adapter_files import adamw
+from core.model import adamw, facts, settings
 from core.engine import Engine, Row, make_engine
-from core.loading import load_model
-from extras.memory.techniques import facts
+from layers import load_model
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -206,12 +205,15 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
     Gradients and moments are there before the update, as in every step but a run's first.
     """
     # Count this constant, although an earlier model has made it.
-    lora._noise.cache_clear()
+    logprobs._noise.cache_clear()
     stand_in = standing_for(kind) if device == "meta" else nullcontext()
     with stand_in, Bytes("meta", kind) as count:
         model, _ = load_model(**options, device=device)
+        if device == "meta":
+            # No two rows are alike, and there are no numbers to look at.
+            facts(model).shares_prefix = False
         # As `lora.freeze_reference`, which looks at numbers, and the meta device has none.
-        is_fresh = lora.settings(model) and lora.settings(model).fresh
+        is_fresh = settings(model) and settings(model).fresh
         kept = model.parameters() if work.keep_start and not is_fresh else ()
         frozen = [p.detach().clone() for p in kept if p.requires_grad]  # noqa: F841
         # The optimizer stays alive: its moments are there during the rollout too.
@@ -248,7 +250,7 @@ def _update(model, optimizer, work: Workload):
     ids = ids.view(work.rows, work.tokens)
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
-    with lora.merged(model, update=True) if work.merge else nullcontext():
+    with lora.merged(model) if work.merge else nullcontext():
         new_logprobs, entropy = logprobs.token_logprobs(
             model.train(), ids, mask, work.temperature)
         # A real loss adds (rows, tokens) tensors, which are nothing beside the logits.

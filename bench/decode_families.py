@@ -59,9 +59,9 @@ def main():
     args = parser.parse_args()
     import decoders
 
-    from core.loading import _use_causal_attention as use_causal_attention
-    from core.loading import fast_float32
-    from extras.memory.techniques import facts
+    from extras.fast.loading import use_causal_attention as use_causal_attention
+    from extras.fast.loading import fast_float32
+    from core.model import facts
     from extras.models.probe import probe
     fast_float32()
     ratios = {}

@@ -25,10 +25,10 @@ import grpo  # noqa: E402
 import reward_weighted  # noqa: E402
 import sft  # noqa: E402
 from extras.show import report  # noqa: E402
-from envs.tasks import load_tasks  # noqa: E402
-from core.config import main  # noqa: E402
-from core.loading import load_model  # noqa: E402
-from core.adapter_files import save_model
+from envs.tasks import load_tasks
+from core.config import main
+from layers import load_model
+from core.model import save_model
 from core.tiny import make_tiny  # noqa: E402
 
 SECONDS = 20

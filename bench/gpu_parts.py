@@ -191,7 +191,7 @@ def compare_with_cpu(args, folder: str, options: dict) -> dict:
 
     from bench.completions import generate
     from core.engine import make_engine
-    from core.loading import load_model
+    from layers import load_model
     from lora import adapters, merged
     reference, _ = load_model(folder, lora_r=16, device="cpu", **{**options, "dtype": "float32"})
     model, _ = load_model(folder, lora_r=16, **options)
@@ -278,7 +278,7 @@ def trainer_numbers(model, ids, mask):
 
     from core.logprobs import token_logprobs
     from lora import adapters, merged
-    with merged(model, update=True):
+    with merged(model):
         logprobs, _ = token_logprobs(model.train(), ids.to(model.device), mask.to(model.device))
         weights = torch.arange(logprobs.numel(), device=logprobs.device).view(logprobs.shape).cos()
         (logprobs * weights).sum().backward()
@@ -453,8 +453,8 @@ def counted(config) -> dict:
     import grpo
     from bench.budget import measure
     from bench.memory import workload
-    from core.loading import model_options
-    peaks = measure({"path": config.model_path, **model_options(config)},
+    from core.config import options_for
+    peaks = measure({"path": config.model_path, **options_for(load_model, config)},
                     workload(grpo, config, config.memory), device().type)
     return {phase: peaks[phase] / MIB for phase in ("update", "rollout")}
 
@@ -474,7 +474,7 @@ def decode(args, folder: str, kind: str, bandwidth: float | None) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from core.loading import load_model
+    from layers import load_model
     torch.backends.cuda.enable_cudnn_sdp(False)
     if kind == "engine":
         model, _ = load_model(folder, dtype="bfloat16", train=False)
@@ -582,7 +582,7 @@ def graphs(args, folder: str) -> dict:
     import torch
 
     from core.engine import make_engine
-    from core.loading import load_model
+    from layers import load_model
     from lora import merged
     options = {"memory": "small"} if has_bitsandbytes() else {}
     model, _ = load_model(folder, lora_r=16, dtype="bfloat16", **options)
@@ -610,7 +610,7 @@ def update(args, folder: str) -> dict:
     """Measure tokens/s of forward and backward over full rows, LoRA, with and without gradient checkpointing."""
     import torch
 
-    from core.loading import load_model
+    from layers import load_model
     from core.logprobs import token_logprobs
     from lora import merged
     result = {}
@@ -624,7 +624,7 @@ def update(args, folder: str) -> dict:
                 times = []
                 for _ in range(1 + args.repeats):
                     began = now()
-                    with merged(model, update=True):
+                    with merged(model):
                         token_logprobs(model, ids, mask)[0].sum().backward()
                     times.append(now() - began)
                 result[f"{memory}, {rows} rows"] = {

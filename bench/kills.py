@@ -29,8 +29,9 @@ from tqdm import tqdm  # noqa: E402
 
 import grpo  # noqa: E402
 import sft  # noqa: E402
-from extras.exact.checkpoint import checkpoints, read_state  # noqa: E402
-from core.config import UserError  # noqa: E402
+from core.model import checkpoints
+from extras.exact.checkpoint import read_state
+from core.config import UserError
 from core.tiny import make_tiny  # noqa: E402
 
 SAVE_EVERY = 2

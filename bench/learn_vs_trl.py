@@ -123,8 +123,8 @@ def make_trainer(base, folder, seed, steps, environment, iterations=1, callbacks
     from trl.chat_template_utils import qwen3_template
 
     from envs.equations import Equations
-    from core.loading import load_model
-    from core.adapter_files import save_model
+    from layers import load_model
+    from core.model import save_model
     start = str(Path(folder) / "start")
     fresh, tokenizer = load_model(base, lora_r=LORA_R, seed=seed)
     save_model(fresh, start)
@@ -176,7 +176,7 @@ def worker(args):
     base = taught_base(args.out)
     folder = Path(args.out) / f"{arm}_{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    from core.loading import load_model
+    from layers import load_model
     if arm == "gradient":
         return write_row(args, arm, seed, gradient(base, seed))
     if arm == "before":
@@ -208,7 +208,7 @@ def gradient(base, seed) -> dict:
 
     from bench.vs_trl import compare_gradients, write_gradients
     from lora import adapter_tensors, adapters
-    from core.loading import load_model
+    from layers import load_model
     model, tokenizer = load_model(base, lora_r=LORA_R, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     # With B = 0 every gradient of A is 0, and so is the KL.
@@ -249,7 +249,7 @@ def our_gradient(model, tokenizer, config):
     counts = grpo.Counts(len(batch), int(mask.sum()), config.max_tokens)
     with reference(model, None):
         ref_logprobs = token_logprobs(model, token_ids, mask)[0].detach()
-    with merged(model, update=True):
+    with merged(model):
         logprobs, entropy = token_logprobs(model, token_ids, mask)
         loss, _ = grpo.total_loss(config, counts, logprobs, entropy, sampled, ref_logprobs,
                                   advantages, mask)

@@ -24,8 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.budget import MIB, Workload, measure  # noqa: E402
-from core.config import UserError, parse
-from core.loading import model_options  # noqa: E402
+from core.config import parse, UserError, options_for
 from extras.memory.techniques import SETTINGS, techniques  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402
 
@@ -103,7 +102,7 @@ def print_settings(arguments: list[str]) -> dict:
         if kind == "cuda":
             work = work._replace(free=(free - CONTEXT) * MIB)
         try:
-            peaks = measure({"path": config.model_path, **model_options(config), "memory": memory}, work, kind)
+            peaks = measure({"path": config.model_path, **options_for(load_model, config), "memory": memory}, work, kind)
         except UserError as error:
             if memory == config.memory:
                 raise

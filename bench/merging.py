@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import lora  # noqa: E402
-from core.loading import load_model  # noqa: E402
+from layers import load_model  # noqa: E402
 from core.logprobs import token_logprobs  # noqa: E402
 
 WAYS = ("merged", "beside", "nearest", "float32")
 
 
 def to_nearest(total, dtype, noise=None):
-    """Round as `tensor.to(dtype)` does: what merging did before `lora.dithered`."""
+    """Round as `tensor.to(dtype)` does: what merging did before `logprobs.dithered`."""
     return total.to(dtype)
 
 

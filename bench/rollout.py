@@ -38,7 +38,8 @@ def main():
     from transformers import AutoModelForCausalLM
 
     from bench.completions import generate
-    from core.loading import fast_float32, load_model
+    from extras.fast.loading import fast_float32
+    from layers import load_model
     from core.engine import make_engine
     from core.tiny import make_tiny
     from lora import merged

@@ -170,8 +170,8 @@ def numbers(folder):
 def rounding(args, url):
     """Return {scale: share of the change that the server and our bfloat16 keep}."""
     import torch
-    from core.loading import load_model
-    from core.adapter_files import save_model
+    from layers import load_model
+    from core.model import save_model
     from extras.vllm.servers import ask
     from lora import adapter_tensors
 
@@ -239,7 +239,7 @@ def logprobs_of(model, prefixes, candidates):
     from lora import merged
     values = []
     model.eval()
-    with torch.no_grad(), merged(model, update=True):
+    with torch.no_grad(), merged(model):
         for ids, tokens in zip(prefixes, candidates):
             logits = model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1].float()
             values.append(logits.log_softmax(0)[tokens])

@@ -76,8 +76,9 @@ def measure(point) -> dict:
     import agent
     import grpo
     from envs import schemas
-    from core import engine, loading
-    from extras.fast import fused
+    from core import engine
+    from extras.fast import fused, loading
+    from extras.models import probe
     from core.chat import Chat
     from core.engine import Row
 
@@ -85,7 +86,7 @@ def measure(point) -> dict:
         return query.transpose(1, 2).contiguous(), None
     if not attention:
         loading.causal_attention = engine.row_attention = fused.row_attention = no_attention
-        loading.probe = lambda model, _: setattr(model.facts, "shares_prefix", True)  # it would find out
+        probe.probe = lambda model, _: setattr(model.facts, "shares_prefix", True)  # it would find out
     tokenizer, out = AutoTokenizer.from_pretrained(folder), Path(folder) / f"run_{os.getpid()}"
     chat = Chat(tokenizer, schemas(Library))
     turns = [chat.turn("", [{"name": "read", "arguments": {}}])] * (sizes["turns"] - 1) + [chat.turn(" to", [])]

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import core  # noqa: E402, F401  Before torch: its threads spin as little as in the server.
 from bench import sampler  # noqa: E402
-from core.loading import load_model  # noqa: E402
+from layers import load_model  # noqa: E402
 from core.engine import Engine, Row  # noqa: E402
 
 

@@ -59,7 +59,7 @@ def put(weights, values):
 def worker(args):
     """Do one run and write its row."""
     import grpo
-    from core.loading import load_model
+    from layers import load_model
     run, seed = args.worker, args.seeds[0]
     name, age = RUNS[run]
     folder = Path(args.out) / f"{run}_{seed}"

@@ -56,7 +56,7 @@ TRICKS = {
 def worker(args):
     """Do one run and write its row."""
     import grpo
-    from core.loading import load_model
+    from layers import load_model
     name, seed = args.worker, args.seeds[0]
     folder = Path(args.out) / f"{name}_{seed}"
     changes = TRICKS[name]

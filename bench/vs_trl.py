@@ -126,8 +126,9 @@ def ours(args) -> dict:
     import torch
 
     from bench import profile_step
-    from core.adapter_files import save_model
-    from core.loading import fast_float32, load_model
+    from core.model import save_model
+    from extras.fast.loading import fast_float32
+    from layers import load_model
     from lora import adapter_tensors, adapters
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA,

@@ -274,6 +274,15 @@ def options(config_class):
 
 
 # ---------------------------------------------------------------- flags that all algorithms share
+def options_for(function, config) -> dict:
+    """Return the arguments of a function, or of what it wraps, that a Config has by name."""
+    names = set()
+    while function:
+        names |= inspect.signature(function, follow_wrapped=False).parameters.keys()
+        function = getattr(function, "__wrapped__", None)
+    return {name: value for name, value in vars(config).items() if name in names}
+
+
 def best_dtype(config):
     """float32, but the frozen weights of LoRA in the 16 bits that the device computes in, if any"""
     if not config.lora_r:
@@ -318,18 +327,6 @@ class ModelFlags:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas")
     dtype: str | None = auto(best_dtype, "dtype of the frozen weights; auto: as they are stored",
                              choices=("float32", "bfloat16", "float16", "auto"))
-
-
-@dataclass(kw_only=True)
-class MemoryFlags:
-    """How much memory a step may take."""
-
-    heading = "memory"
-    memory: str = flag("plain", "what is traded for memory; bench/memory.py counts every setting",
-                       choices=("plain", "checkpoint", "4bit", "small", "stream"))
-    load_in_4bit: bool = flag(False, "keep the frozen weights in NF4 with double quantization")
-    gradient_checkpointing: bool = flag(
-        False, "recompute the layers in the backward pass: a third more time")
 
 
 @dataclass(kw_only=True)

@@ -41,7 +41,7 @@ from extras.fast.attention import row_attention
 from extras.fast.fused import Fused, fits
 from core.kv_cache import make_cache
 from core.logprobs import head_logits
-from extras.memory.techniques import facts
+from core.model import facts
 from core.sampling import sample
 
 STATIC = "extras.fast.static_engine"  # what a GPU needs

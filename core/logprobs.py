@@ -2,16 +2,16 @@
 
     token_logprobs    the function that algorithms call, and the only place that shifts tokens
     score             token_logprobs of a whole step, without gradient
-    hidden_states     send rows that begin alike through the model as one packed row
+    dithered, Cast    what 16 bits would lose of small updates and of small gradients
 
-The output head runs on chunks of tokens. One whose weight is in int8 runs on blocks of the
-vocabulary (`Int8Head.logprobs`).
+The output head runs on chunks of tokens. One that brings its own `logprobs` is asked for them.
 """
+from functools import cache
+
 import torch
 from torch.nn import functional as F
 
-from extras.memory.techniques import facts
-from lora import GRADIENT_SCALE
+from core.packing import hidden_states
 
 CHUNK = 2**23  # logits that exist at once
 CPU_PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache
@@ -40,8 +40,7 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     computed from it in float32, such as values V = value_head(hidden), gets plain gradients.
     """
     used = used_columns(loss_mask)  # what follows them changes nothing before it
-    prefix = shared_prefix(model, token_ids[:, :used], loss_mask[:, :used])
-    hidden, index = hidden_states(model, token_ids[:, :used], prefix)  # (N, D), (B, used)
+    hidden, index = hidden_states(model, token_ids[:, :used], loss_mask[:, :used])  # (N, D), (B, used)
     predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
     head = model.get_output_embeddings()
     # Mamba's layers add up in float32.
@@ -83,16 +82,6 @@ def score(model, token_ids, mask, temperature: float, run, policy):
     return run.ranks.add(logprobs)
 
 
-def scale_gradient(x):
-    """Make the gradient of x GRADIENT_SCALE times as large, which `lora.Cast` undoes.
-
-    Float16 ends at 6e-8, and a token's share of a gradient is soon smaller. The scale is constant:
-    an update that overflows is skipped (Run.discard_if_not_finite).
-    """
-    # The gradient is None where the loss leaves x out, as most losses do the entropy.
-    x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)
-
-
 def used_columns(loss_mask) -> int:
     """Return how many columns there are up to the last one with a 1 in the mask (B, T); at least 1.
 
@@ -102,44 +91,6 @@ def used_columns(loss_mask) -> int:
         return loss_mask.shape[1]
     columns = loss_mask.any(0).nonzero()  # (number, 1)
     return int(columns[-1]) + 1 if len(columns) else 1
-
-
-def shared_prefix(model, token_ids, loss_mask) -> int:
-    """Return the length of the prompt that all rows share, or 0 if it is not worth sharing.
-
-    It is if a tenth of the tokens (B, T) is saved, and if the model can continue from a prefix.
-    The prefix ends before the first 1 of the mask (B, T).
-    """
-    B, T = token_ids.shape
-    window = getattr(model.config.get_text_config(), "sliding_window", None) or T
-    if not facts(model).shares_prefix or window < T:
-        return 0
-    alike = (token_ids == token_ids[0]).all(0) & (loss_mask == 0).all(0)  # (T,)
-    length = min(int(alike.long().cumprod(0).sum()), T - 1)
-    saved = (B - 1) * length
-    return length if saved >= 0.1 * B * T else 0
-
-
-def hidden_states(model, token_ids, prefix: int):
-    """Return the last hidden states (N, D) and the index (B, T) of each token's own among them.
-
-    With a prefix of P tokens that all rows (B, T) share, N is P + B (T - P) instead of B T: the
-    model sees one packed row [prefix, row 1 .. row B]. Each row's positions continue the prefix's.
-    """
-    B, T = token_ids.shape
-    column = torch.arange(T, device=token_ids.device)
-    row = torch.arange(B, device=token_ids.device)[:, None]
-    if not prefix:
-        hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1), row * T + column
-    packed = torch.cat([token_ids[0, :prefix], token_ids[:, prefix:].flatten()])  # (N,)
-    positions = torch.cat([column[:prefix], column[prefix:].repeat(B)])  # (N,)
-    # Without a mask transformers would make one, square in all of the row's tokens.
-    no_mask = token_ids.new_ones(1, 1, 1, 1)
-    hidden = model.base_model(
-        input_ids=packed[None], position_ids=positions[None], use_cache=False,
-        attention_mask=no_mask, shared_prefix=(prefix, B)).last_hidden_state[0]  # (N, D)
-    return hidden, torch.where(column < prefix, column, row * (T - prefix) + column)
 
 
 def head_logits(model, hidden):
@@ -256,3 +207,111 @@ def _over(x, temperature):
 def blocks(n: int, size: int) -> list[slice]:
     """Return slices of `size` that cover range(n)."""
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+# ---------------------------------------------------------------------------------- 16-bit rounding
+GRADIENT_SCALE = 2.0**12  # with it float16 gradients stay above 6e-8
+LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 mantissa bits
+
+
+def scale_gradient(x):
+    """Make the gradient of x GRADIENT_SCALE times as large, which `Cast` undoes.
+
+    Float16 ends at 6e-8, and a token's share of a gradient is soon smaller. The scale is constant:
+    an update that overflows is skipped (Run.discard_if_not_finite).
+    """
+    # The gradient is None where the loss leaves x out, as most losses do the entropy.
+    x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)
+
+
+class Cast(torch.autograd.Function):
+    """Use a float32 weight in the dtype and on the device of another tensor.
+
+    Its gradient comes back in float32, and a float16 one is divided by GRADIENT_SCALE.
+    """
+
+    @staticmethod
+    def forward(ctx, weight, like):
+        ctx.device = weight.device
+        return weight.to(like.device, like.dtype, non_blocking=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        exact = grad.to(ctx.device, torch.float32)
+        if grad.dtype == torch.float16:
+            exact /= GRADIENT_SCALE
+        return exact, None
+
+
+def dithered(total, dtype, noise=None):
+    """Round float32 sums to what 16 bits hold, by stochastic rounding with fixed random bits.
+
+    An update below half the distance to the next 16-bit number would vanish if the sum were rounded
+    to the nearest: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here
+    random bits are added below the last bit that 16-bit numbers have, and the rest is cut off, so
+    that the mean over the weights is right (but for float16 numbers below 6e-5). A zero update
+    changes nothing, NaN stays NaN, and a number above the largest of the dtype may become infinite.
+    The random bits are constants: rollout, update, evaluation and `merge` have the same weights.
+
+    Args:
+        total: float32, (out, in) or (..., out), contiguous. It is overwritten.
+        dtype: what holds the result later. Only bfloat16 and float16 need random bits.
+        noise: the bits (out,) of `column_noise`, the same for all rows whatever their place in a
+            batch. With None each number of a weight has its own.
+    """
+    if dtype not in LOST_BITS:
+        return total
+    # Of the many NaNs take the one whose bits survive the sum. CUDA's, 0x7fffffff, would become 0.
+    total.nan_to_num_(torch.nan, torch.inf, -torch.inf)
+    bits = total.view(torch.int32)
+    if noise is not None:
+        bits.add_(noise)
+    else:
+        noise = _noise(total.device, LOST_BITS[dtype])
+        # One addition for all but the tail: a GPU waits for launches.
+        flat, whole = bits.view(-1), bits.numel() // len(noise) * len(noise)
+        flat[:whole].view(-1, len(noise)).add_(noise)
+        flat[whole:].add_(noise[:len(flat) - whole])
+    bits.bitwise_and_(-1 << LOST_BITS[dtype])
+    return total
+
+
+@cache
+def _noise(device, n: int):
+    """Return a constant sequence of random whole numbers below 2**n."""
+    generator = torch.Generator().manual_seed(0)
+    # An odd length, or rows of a weight whose width is a power of two would all get the same bits.
+    return torch.randint(2**n, (2**18 - 5,), generator=generator, dtype=torch.int32).to(device)
+
+
+def add_update(x, output, A, B, scale, noise):
+    """Return output (..., out) + scale B A x, with x (..., in) and the `column_noise` (out,)."""
+    update = F.linear(F.linear(x, A), B)
+    if output.dtype not in LOST_BITS:
+        return output + update * scale
+    # Rounded to the nearest, a 16-bit sum would lose small updates.
+    return _DitheredSum.apply(output, update, scale, noise)
+
+
+def column_noise(output):
+    """Return the random bits (out,) of the columns of a Linear's output (..., out)."""
+    return _noise(output.device, LOST_BITS.get(output.dtype, 0))[:output.shape[-1]]
+
+
+class _DitheredSum(torch.autograd.Function):
+    """Add scale x update (..., out) to a 16-bit output by `dithered`, with the sum's gradients."""
+
+    @staticmethod
+    def forward(ctx, output, update, scale, noise):
+        # The sum is written over the update, some tokens in float32 at a time: what a CPU's cache
+        # holds, and on a GPU, where each piece is six kernels, 32 MiB.
+        ctx.mark_dirty(update)
+        ctx.scale = scale
+        tokens = max(1, 2**(18 if output.device.type == "cpu" else 23) // output.shape[-1])
+        for y, u in zip(output.flatten(0, -2).split(tokens), update.flatten(0, -2).split(tokens)):
+            u.copy_(dithered(y.float().add_(u, alpha=scale), y.dtype, noise))
+        return update
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad * ctx.scale, None, None

@@ -1,5 +1,5 @@
 """The public names of the library, under the name that it had before core/."""
-from core.adapter_files import save_model
+from core.model import save_model
 from core.logprobs import token_logprobs
 from layers import load_model
 

@@ -29,11 +29,11 @@ def probed_once():
 
     Weights that are not finite are for the probe to find.
     """
-    from core import loading
-    from extras.memory.techniques import facts
+    from extras.models import probe as probing
+    from core.model import facts
     seen = {}
 
-    def once(model, source, probe=loading.probe):
+    def once(model, source, probe=probing.probe):
         kind = repr((model, model.config, facts(model).techniques, {(p.dtype, p.device) for p in model.parameters()}))
         if kind not in seen or not all(p.isfinite().all() for p in model.parameters()):
             probe(model, source)
@@ -41,7 +41,7 @@ def probed_once():
         for name in ("shares_prefix", "refuses_engine", "token_bytes", "state_bytes"):
             setattr(facts(model), name, getattr(seen[kind], name))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "probe", once)
+        patch.setattr(probing, "probe", once)
         yield
 
 

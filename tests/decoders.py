@@ -4,8 +4,8 @@ from contextlib import suppress
 import torch
 
 from core.config import UserError
-from core.loading import _use_causal_attention as use_causal_attention
-from extras.memory.techniques import facts
+from extras.fast.loading import use_causal_attention
+from core.model import facts
 from extras.models.probe import probe
 from lora import add_lora
 

@@ -5,13 +5,17 @@ import torch
 from torch.nn import functional as F
 
 import lora
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 from lora import adapters
 
 SMOLLM2 = Path(lora.__file__).parent / ".real" / "smollm2"
 IDS = torch.arange(3, 63).view(2, 30) * 7 % 700  # (B, T)
 ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def merge(source, folder, dtype="auto"):
+    lora.merge(source, folder, dtype, load_model)
 
 
 def load(path, **options):

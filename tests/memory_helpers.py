@@ -1,7 +1,7 @@
 """Models and comparisons that the tests of the memory techniques share."""
 import torch
 
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 from extras.memory.techniques import Techniques
 from core.tiny import make_tiny

@@ -39,7 +39,8 @@ from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Engine, Row
 from core.logprobs import token_logprobs
-from extras.memory.techniques import PLAIN
+from core.model import facts
+from extras.memory.adapter import Beside
 from core.tiny import make_tiny
 from lora import adapters, add_lora, merged
 
@@ -254,7 +255,7 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
             torch.nn.init.normal_(linear.lora.B, std=0.05, generator=torch.Generator().manual_seed(i))
     limits = Limits(max_new_tokens=60, max_tokens=600, max_turns=4)
     Script(monkeypatch, [LOUD[:i % 4] for i in range(16)], "equations")
-    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=slots))
+    monkeypatch.setattr(facts(model), "decode_rows", slots)
     found = rollout(model, TOKENIZER, "equations", EQUATIONS, 4, limits=limits, temperature=temperature, seed=3, step=7, first_task=100)
     for t in found:
         check_invariants(t, limits)
@@ -270,7 +271,7 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
 def test_a_model_in_train_mode_samples_without_dropout():
     """Log-probabilities under dropout would be those of no policy; an adapter beside its weights has it while decoding."""
     model, _ = make_tiny()
-    add_lora(model, 4, 8, dropout=0.5, mergeable=False)
+    add_lora(model, 4, 8, dropout=0.5, kind=Beside)
     for linear in adapters(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.3)
     found = rollout(model.train(), TOKENIZER, "equations", EQUATIONS, limits=Limits(max_new_tokens=20, max_tokens=600, max_turns=2))
@@ -283,7 +284,7 @@ def test_a_model_in_train_mode_samples_without_dropout():
 def test_sampled_episodes_of_several_environments(monkeypatch):
     limits = Limits(max_new_tokens=40, max_tokens=500, max_turns=3)
     tasks = [{"env": "box", "word": "a"}, {"env": "equations", "equation": "2x = 8"}, {"env": "asking", "word": "b"}, {"env": "box", "word": "c"}]
-    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=5))
+    monkeypatch.setattr(facts(MODEL), "decode_rows", 5)
     found = rollout(MODEL, TOKENIZER, "box,equations,asking", tasks, 6, limits=limits)
     for t in found:
         check_invariants(t, limits)
@@ -987,7 +988,7 @@ def test_slots_and_the_tools_latency_change_no_token(monkeypatch, slots):
                 return pay(self, amount)
             slow.__doc__, slow.__annotations__ = pay.__doc__, pay.__annotations__
             patch.setattr(Box, "pay", slow)
-            patch.setattr(agent, "techniques_of", lambda model: PLAIN._replace(decode_rows=slots))
+            patch.setattr(facts(MODEL), "decode_rows", slots)
             Script(patch, [[[call("pay", amount=i)]] * (1 + i % 3) for i in range(10)])
             return rollout(MODEL, TOKENIZER, "box", [{"word": w} for w in ("a", "b")], 5, limits=Limits(max_new_tokens=60, max_tokens=600))
     first = played(slots, 0)

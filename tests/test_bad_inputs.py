@@ -18,8 +18,8 @@ import grpo
 import reward_weighted
 import sft
 from core.data import read_rows as rows_of
-from core.config import UserError, main, parse
-from core.loading import load_model
+from core.config import parse, UserError, main
+from layers import load_model
 
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}
 GOOD = {"messages": [ASK, ANSWER], "equation": "x + 1 = 2"}  # a conversation, and a task

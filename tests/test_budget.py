@@ -14,12 +14,12 @@ from bench.budget import Workload, measure, standing_for
 from bench.memory import advice, fitting, on_card, print_settings, step_mib
 from core.config import UserError, parse
 from extras.fast import attention
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 from extras.memory.techniques import PLAIN, SETTINGS, Techniques
 from extras.memory.quantization import Int8Embedding
 from core.tiny import make_tiny
-from core.adapter_files import adamw
+from core.model import adamw
 
 
 def slow(*values):

@@ -20,7 +20,7 @@ from extras.isolate import Session, Watch
 from core.chat import Chat
 from core.engine import Row
 from core.logprobs import token_logprobs
-from extras.memory.techniques import PLAIN
+from core.model import facts
 from extras.data.recorded import recorded_ids
 from core.tiny import make_tiny
 from lora import adapters, add_lora, merged
@@ -139,11 +139,11 @@ def test_an_episode_has_the_ids_of_its_own_template_and_the_trainers_logprobs(ca
             wanted.append(recorded_ids(chat, conversations[-1]))
     scripts = iter([[i for i, m in zip(ids, mask) if m] for ids, mask in wanted])
     monkeypatch.setattr(agent, "Row", lambda *args, **options: Row(*args, forced=next(scripts), **options))
-    monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=max(1, len(tasks) - 1)))  # fewer slots than episodes
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
         num_key_value_heads=1, initializer_range=0.1, max_position_embeddings=4096)).eval()
+    monkeypatch.setattr(facts(model), "decode_rows", max(1, len(tasks) - 1))  # fewer slots than episodes
     add_lora(model, r=4, alpha=8)
     for linear in adapters(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.05)

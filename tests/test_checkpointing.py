@@ -4,7 +4,8 @@ import torch
 from memory_helpers import CHECKPOINT, EVERYTHING, FOUR_BIT, IDS, gradients, load, same
 
 from core.logprobs import token_logprobs
-from extras.memory.techniques import PLAIN, Techniques, facts
+from extras.memory.techniques import PLAIN, Techniques
+from core.model import facts
 
 RECOMPUTING = [Techniques(gradient_checkpointing=True), Techniques(mlp_tokens=7),
                Techniques(gradient_checkpointing=True, mlp_tokens=7, offload_activations=True)]

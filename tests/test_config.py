@@ -14,8 +14,9 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from core.config import (MemoryFlags, ModelFlags, RolloutFlags, RunFlags, SYNONYMS, TrainingFlags,
-                         UserError, auto, fill, flag, options, parse)
+from core.config import (SYNONYMS, parse, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
+                         fill, flag, options, UserError)
+from layers import LayerFlags
 from core.run import Run
 import agent
 
@@ -202,7 +203,7 @@ def rate(config):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Toy(ModelFlags, MemoryFlags, RolloutFlags, TrainingFlags, RunFlags):
+class Toy(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "toy"
     loss: str = flag("toy", "the objective")
     lora_r: int = 0

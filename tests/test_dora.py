@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 import lora
-from core import adapter_files
-from core.loading import load_model
-from core.adapter_files import save_model
+from layers import load_model
+from core.model import save_model
 from core.logprobs import token_logprobs
 from lora import adapters, add_lora, merged
 
@@ -40,20 +39,12 @@ class DoRA(lora.Adapter):
         return super().give_gradients(linear, x, output / gain.detach()) * gain
 
 
-@pytest.fixture(autouse=True)
-def kind(monkeypatch):
-    """What a fork changes in lora.py."""
-    monkeypatch.setattr(lora, "KIND", DoRA)
-    monkeypatch.setattr(adapter_files, "KIND", DoRA)
-    monkeypatch.setattr(adapter_files, "UNDERSTOOD", adapter_files.UNDERSTOOD | DoRA.peft_entries.keys())
-
-
 @pytest.fixture
 def model(tmp_path):
     base, tokenizer = load_model("tiny", train=False, device="cpu")
     base.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
     model, _ = load_model(str(tmp_path / "base"), train=False, device="cpu")
-    add_lora(model, 4, 8)
+    add_lora(model, 4, 8, kind=DoRA)
     return model
 
 
@@ -117,8 +108,8 @@ def test_what_a_fork_has_trained_is_loaded_merged_and_trained_further(model, tmp
     with torch.no_grad():
         expected = loss_of(model).item()
         for merge in (False, True):
-            loaded, _ = load_model(str(tmp_path / "dora"), train=False, device="cpu", merge=merge)
+            loaded, _ = load_model(str(tmp_path / "dora"), train=False, device="cpu", merge=merge, kind=DoRA)
             assert loss_of(loaded).item() == pytest.approx(expected, abs=1e-5)
-    trained, _ = load_model(str(tmp_path / "dora"), lora_r=4, device="cpu")
+    trained, _ = load_model(str(tmp_path / "dora"), lora_r=4, device="cpu", kind=DoRA)
     loss_of(trained).backward()
     assert all(linear.lora.magnitude.grad is not None for linear in adapters(trained).values())

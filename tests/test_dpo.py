@@ -21,7 +21,7 @@ from extras.data.imitation import demonstrate
 from core.data import prompt_of
 from core.distributed import join
 from core.config import UserError
-from core.loading import load_model
+from layers import load_model
 from core.tiny import make_tiny
 
 HYPER = {"label_smoothing": 0.1, "discopop_tau": 0.05}

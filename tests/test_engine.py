@@ -11,7 +11,7 @@ import lora
 from bench.completions import generate
 from core.engine import Engine, Row
 from core.kv_cache import RowCache
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 from core.engine import make_engine
 from core.tiny import make_tiny

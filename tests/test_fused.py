@@ -6,9 +6,10 @@ from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedu
 import lora
 from extras.memory import checkpointing
 from extras.fast import fused
-from core.loading import load_model
+from layers import load_model
 from core.engine import Engine, Row
-from core.logprobs import token_logprobs
+from core.logprobs import column_noise, token_logprobs
+from extras.memory.adapter import Beside, Recomputing
 
 OURS = ["qwen2", "qwen2_sliding", "qwen3", "llama_gqa", "llama_mha", "smollm", "tiny"]
 OTHERS = ["gemma3", "mistral", "phi3"]
@@ -17,7 +18,7 @@ OTHERS = ["gemma3", "mistral", "phi3"]
 def adapted(name="qwen2"):
     model = build(name)
     model.requires_grad_(False)
-    lora.add_lora(model, 4, 8)
+    lora.add_lora(model, 4, 8, kind=Recomputing)
     for linear in lora.adapters(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.1)
     return model
@@ -135,14 +136,14 @@ def test_adapters_beside_the_weights_of_one_input_are_one_adapter_while_decoding
             x = torch.randn(rows, 1, attention.q_proj.in_features, dtype=model.dtype)
             apart = torch.cat([linear(x) for linear in linears], -1)
             torch.testing.assert_close(joint(x), apart)
-        noises = [lora.column_noise(linear(x)) for linear in linears]  # rounded as in the update, column by column
+        noises = [column_noise(linear(x)) for linear in linears]  # rounded as in the update, column by column
         assert torch.equal(joint.adapter.keywords["noise"], torch.cat(noises))
         x = torch.randn(2, 7, attention.q_proj.in_features, dtype=model.dtype)
         assert torch.equal(joint(x), torch.cat([linear(x) for linear in linears], -1))
         linears[1].lora.mode = "off"
         assert not fused.joined(*linears).are_beside
         linears[1].lora.mode = "cached"
-        linears[1].lora.__class__ = type("DoRA", (lora.Adapter,), {})  # whose sum is another
+        linears[1].lora.__class__ = type("DoRA", (Beside,), {"forward": None})  # whose sum is another
         assert not fused.joined(*linears).are_beside
 
 

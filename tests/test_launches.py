@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora
 from bench.budget import kind_of
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 from core.engine import Engine, Row
 from core.logprobs import CHUNK, _softmax
@@ -136,7 +136,7 @@ def test_a_decode_step_on_a_gpu(tiny, memory):
 def test_an_update_on_a_gpu(tiny, memory):
     """An adapter in host memory goes over once in a pass over a layer, and its gradients once back, however many tiles an MLP has."""
     def update():
-        with lora.merged(model, update=True):
+        with lora.merged(model):
             logprobs, _ = token_logprobs(model.train(), ids, torch.ones_like(ids), 1.0)
             logprobs.sum().backward()
 

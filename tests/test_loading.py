@@ -1,4 +1,4 @@
-"""core/loading.py and core/merge.py: what a path means, saving, merging, and what is refused."""
+"""lora.py and lora.py: what a path means, saving, merging, and what is refused."""
 
 import json
 import math
@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 import lora
 from extras.exact.checkpoint import write_checkpoint
 from core.config import UserError
-from extras.memory.techniques import facts
-from core.adapter_files import load_weights, save_model
+from core.model import facts, load_weights, save_model
 from core.chat import Chat
-from core.loading import is_tiny, load_model, merge, newest
+from core.model import is_tiny, newest
+from layers import load_model
+from lora_helpers import merge
 from core.tiny import make_tiny
 from lora import adapters
 
@@ -402,7 +403,7 @@ def test_merge_overwrites_nothing(tmp_path, target, says):
 
 def test_an_interrupted_merge_leaves_nothing_and_can_be_repeated(tiny, tmp_path, monkeypatch, capsys):
     """Ctrl-C between the weights and the tokenizer. The folder used to hold half a model, which refused the same command."""
-    from core.merge import main
+    from lora import main
     words = ["merge", adapter_of(tiny, tmp_path / "adapter"), tmp_path / "place" / "plain"]
     save = PreTrainedTokenizerBase.save_pretrained
 

@@ -24,11 +24,11 @@ from lora_helpers import (
 from torch.nn import functional as F
 
 from core.config import UserError
-from core.loading import load_model
-from core.adapter_files import save_model
+from layers import load_model
+from core.model import save_model
 from core.logprobs import token_logprobs
-from extras.memory.techniques import facts
-from lora import adapters, add_lora, freeze_reference, merge_adapter, merged, reference
+from core.model import facts
+from lora import adapters, add_lora, freeze_reference, merge_adapter, merged, merged_to_decode, reference
 
 
 # ---------------------------------------------------------------------------------------------------------------- LoRA
@@ -93,9 +93,9 @@ def test_dropout_only_in_train(tiny):
     assert (first - second).abs().max() > 1e-3
     torch.manual_seed(0)
     assert torch.equal(first, logits_of(model))
-    with merged(model, update=True):  # an update has its dropout, a rollout has none
+    with merged(model):  # an update has its dropout, a rollout has none
         assert not torch.equal(logits_of(model), logits_of(model))
-    with merged(model):
+    with merged_to_decode(model):
         assert torch.equal(logits_of(model), logits_of(model))
     assert torch.equal(logits_of(model.eval()), logits_of(plain))
 
@@ -162,7 +162,7 @@ def test_weights_that_layers_share_are_not_merged():
     add_lora(model, 2, 4)
     ids, before = IDS % 90, logits_of(randomise(model), IDS % 90)
     with merged(model):
-        assert first.lora.mode == second.lora.mode == "cached" and model.model.layers[0].linear.lora.mode == "merged"
+        assert first.lora.mode == second.lora.mode == "beside" and model.model.layers[0].linear.lora.mode == "merged"
         assert (logits_of(model, ids) - before).abs().max() < 1e-4
     assert torch.equal(logits_of(model, ids), before)
     with pytest.raises(UserError, match="weights that layers share hold no adapter"):
@@ -189,7 +189,7 @@ def test_the_reference_is_the_policy_this_run_started_from(tiny, tmp_path, start
     mask = random_mask(IDS)
     frozen = freeze_reference(model)
     assert (frozen is None) == (start == "fresh")
-    with torch.no_grad(), merged(model, update=True):
+    with torch.no_grad(), merged(model):
         at_start = token_logprobs(model, IDS, mask)[0]
     train_steps(model)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -365,7 +365,7 @@ def test_policy_and_reference_are_equal_to_the_bit_before_the_first_update(tiny,
     model, mask = load(tmp_path, lora_r=4, dtype=dtype), random_mask(IDS)
     frozen = freeze_reference(model)
     with torch.no_grad():
-        with merged(model, update=True):
+        with merged(model):
             policy = token_logprobs(model, IDS, mask)[0]
         with reference(model, frozen):
             assert torch.equal(token_logprobs(model, IDS, mask)[0], policy)
@@ -381,7 +381,7 @@ def test_merged_twice_is_merged_once(tiny):
         with merged(model):
             assert torch.equal(logits_of(model), outer)
         assert torch.equal(logits_of(model), outer)
-    assert all(linear.lora.mode == "beside" and linear.lora.frozen is linear.lora.cast is None for linear in adapters(model).values())
+    assert all(linear.lora.mode == "beside" and linear.lora.frozen is None for linear in adapters(model).values())
 
 
 def test_weights_of_the_base_that_a_fork_trains_beside_the_adapter_are_played_merged_and_in_the_reference(tiny, tmp_path):

@@ -6,11 +6,12 @@ import torch
 from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same, save_tiny
 
 import grpo
-from core.config import MemoryFlags, UserError
-from core.loading import load_model, merge
+from layers import LayerFlags, load_model
+from core.config import UserError
+from lora_helpers import merge
 from extras.memory.techniques import SETTINGS, Techniques, techniques, techniques_of
 from extras.memory.quantization import Int8Embedding, Linear4bit
-from core.adapter_files import adamw
+from core.model import adamw
 from lora import adapters
 
 
@@ -58,7 +59,7 @@ def test_each_setting_adds_to_the_one_before_it():
 
 
 def test_the_flags_are_the_settings():
-    assert MemoryFlags.__dataclass_fields__["memory"].metadata["choices"] == tuple(SETTINGS)
+    assert LayerFlags.__dataclass_fields__["memory"].metadata["choices"] == tuple(SETTINGS)
 
 
 def test_the_standard_flags_switch_their_technique_on():

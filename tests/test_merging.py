@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import core.logprobs
 import lora
-import core.merge
 from bench.completions import generate
 from bench.merging import kept_by_merging
-from core.loading import load_model
-from core.adapter_files import save_model
+from layers import load_model
+from core.model import save_model
 from core.logprobs import token_logprobs
 from core.engine import make_engine
 from lora import adapters, merged
@@ -136,7 +136,7 @@ def test_the_update_survives_merging(dtype, monkeypatch):
     assert kept_by_merging(model) < 0.5 or dtype != "bfloat16"
 
 
-@pytest.mark.parametrize("dtype, scale", [("bfloat16", 1), ("float16", lora.GRADIENT_SCALE)])
+@pytest.mark.parametrize("dtype, scale", [("bfloat16", 1), ("float16", core.logprobs.GRADIENT_SCALE)])
 def test_the_update_survives_beside_the_weight_and_has_its_gradients(dtype, scale):
     """As in 4 bits, or with dropout. The trainer multiplies float16 gradients by a scale, which the cast of A and B takes back."""
     linear = tiny(dtype).model.layers[0].mlp.up_proj
@@ -175,7 +175,7 @@ def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype, s
         linear.lora.B.data.normal_(std=1e-3)
     save_model(model, str(tmp_path / "adapter"))
     flags = ["--dtype", dtype] if stored == "float32" else []
-    assert core.merge.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), *flags]) == 0
+    assert lora.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), *flags]) == 0
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
     assert plain.dtype == getattr(torch, dtype)
     ids = torch.arange(3, 43)[None]

@@ -10,12 +10,13 @@ import torch
 import grpo
 import lora
 from core.config import UserError
-from core.loading import load_model
-from core.adapter_files import save_model
+from layers import load_model
+from core.model import save_model
 from core.engine import Engine, Row, make_engine
 from core.logprobs import token_logprobs
-from extras.memory.techniques import FOUR_BIT, PLAIN, Techniques, facts
-from core.model_files import read_model
+from extras.memory.techniques import FOUR_BIT, PLAIN, Techniques
+from core.model import facts
+from core.model import read_model
 from extras.models.probe import probe
 from extras.memory.quantization import Int8Embedding, Int8Head, Linear4bit
 from core.tiny import make_tiny

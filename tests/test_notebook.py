@@ -18,7 +18,7 @@ from agent import evaluate, rollout
 from envs.tasks import load_tasks
 from core.config import UserError, convert, options
 from core.run import Run
-from core.loading import load_model
+from layers import load_model
 
 ROOT = Path(__file__).parent.parent
 CELL = '''

@@ -19,8 +19,8 @@ import sft
 from envs.tasks import train_and_held_out
 from extras.show import bars
 from extras.show import notes
-from extras.exact.checkpoint import checkpoints
-from core.config import Stop, options
+from core.model import checkpoints
+from core.config import options, Stop
 from extras.exact.process import Signals
 from core.tiny import make_tiny
 

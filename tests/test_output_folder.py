@@ -17,11 +17,12 @@ import sft
 from agent import Trajectory
 from extras.data.demonstrations import read_trajectories
 from extras.exact import checkpoint, output_folder
-from extras.exact.checkpoint import check_base, checkpoints, newest_checkpoint, prune, read_state
+from extras.exact.checkpoint import check_base, newest_checkpoint, prune, read_state
+from core.model import checkpoints
 from core.config import Stop, UserError
 from extras.exact.resuming import go_back
 from core.run import Run
-from core.loading import load_model
+from layers import load_model
 
 
 def test_a_checkpoint_from_before_a_log_was_thinned_cuts_it_between_two_lines(tmp_path):

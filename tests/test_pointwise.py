@@ -7,10 +7,11 @@ from test_fused import OTHERS, OURS, adapted
 from extras.memory import pointwise
 from core.engine import Engine
 from extras.fast.fused import packs_bfloat16
-from extras.memory.techniques import facts
-from core.loading import load_model
+from core.model import facts
+from layers import load_model
 from core.logprobs import token_logprobs
-from lora import adapters, is_adapted, merged, recomputable
+from lora import adapters, is_adapted, merged
+from extras.memory.adapter import recomputable
 
 
 def batch(vocab, rows=3, width=11):

@@ -9,12 +9,14 @@ from memory_helpers import EVERYTHING, save_tiny
 from test_models import save_text
 
 from core.config import UserError
-from core.loading import load_model
+from layers import load_model
 from core.engine import Engine
-from core.loading import merge
-from extras.memory.techniques import SETTINGS, facts
+from lora_helpers import merge
+from extras.memory.techniques import SETTINGS
+from core.model import facts
 from extras.models.probe import WINDOW, disagreement, narrow_windows, probe
-from lora import adapters, add_lora, settings
+from lora import adapters, add_lora
+from core.model import settings
 
 
 def test_the_table_names_every_text_decoder_of_transformers_5_24():
@@ -187,7 +189,7 @@ def test_out_of_memory_is_not_taken_for_a_model_that_does_not_run(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_every_dtype_and_memory_technique_passes(tmp_path, memory, dtype, capsys):
     """Also with an adapter that changes something, which the stock forward has as well."""
-    from core.adapter_files import save_model
+    from core.model import save_model
     memory = EVERYTHING if memory == "everything" else memory
     base = save_tiny(tmp_path / "base")
     model, tokenizer = load_model(base, lora_r=4, dtype=dtype, memory=memory, device="cpu")

@@ -4,8 +4,8 @@ import torch
 from memory_helpers import EVERYTHING, gradients, load
 from torch.nn import functional as F
 
-from core import model_files
-from core.loading import DTYPES
+from core.model import DTYPES
+from extras.memory.reading import real_dtype
 from extras.memory.quantization import Int8Table, Linear4bit
 
 
@@ -40,9 +40,9 @@ def test_decoding_by_the_librarys_product_is_the_same_map(biased, dtype):
 @pytest.mark.parametrize("bf16, expected", [(True, torch.bfloat16), (False, torch.float16)])
 def test_bfloat16_only_where_it_is_real(bf16, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16 and not including_emulation)
-    assert model_files.real_dtype(torch.bfloat16, torch.device("cuda")) == expected
-    assert model_files.real_dtype(torch.bfloat16, torch.device("cpu")) == torch.bfloat16
-    assert model_files.real_dtype(torch.float32, torch.device("cuda")) == torch.float32
+    assert real_dtype(torch.bfloat16, torch.device("cuda")) == expected
+    assert real_dtype(torch.bfloat16, torch.device("cpu")) == torch.bfloat16
+    assert real_dtype(torch.float32, torch.device("cuda")) == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -27,14 +27,16 @@ from envs.tasks import load_tasks
 from extras.data.demonstrations import read_trajectories
 from extras.data.imitation import demonstrate
 from core import run
-from extras.exact.checkpoint import _checksum, base_of, checkpoints, newest_checkpoint, read_state
+from extras.exact.checkpoint import _checksum, newest_checkpoint, read_state
+from core.model import base_of, checkpoints
 from core.run import Run
 from core.config import UserError, parse
 from core.data import to_json
 from extras.exact.output_folder import OutputFolder
 from extras.exact.resuming import _sequences
-from core.loading import load_model, merge
-from core.adapter_files import save_model
+from layers import load_model
+from lora_helpers import merge
+from core.model import save_model
 from core.tiny import make_tiny
 
 ROOT = Path(run.__file__).parent.parent

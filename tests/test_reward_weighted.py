@@ -17,9 +17,9 @@ import sft
 from agent import Trajectory, collate, rollout
 from envs.tasks import load_tasks
 from extras.data.demonstrations import read_trajectories
-from core.config import UserError, options
+from core.config import options, UserError
 from core.data import turn_index
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,8 @@ import grpo  # noqa: E402
 import sft  # noqa: E402
 from envs import Limits, load  # noqa: E402
 from core.config import UserError, mix
-from core.loading import load_model  # noqa: E402
-from core.adapter_files import save_model
+from layers import load_model
+from core.model import save_model
 from extras.fast import static_engine
 from core.chat import Chat  # noqa: E402
 from core.engine import Engine, Row  # noqa: E402

@@ -13,7 +13,7 @@ from extras.data.imitation import demonstrate
 from core.config import UserError
 from core.run import Run
 from core.data import batches_of_like_length
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 
 

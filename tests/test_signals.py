@@ -28,8 +28,9 @@ from core import run
 from extras.exact import checkpoint
 from core import run as experiment_run
 from extras.show.notes import Alarms, alarms
-from extras.exact.checkpoint import checkpoints, newest_checkpoint
-from core.config import Stop, options
+from core.model import checkpoints
+from extras.exact.checkpoint import newest_checkpoint
+from core.config import options, Stop
 from core.run import Run
 from extras.exact.process import Signals
 from core.engine import Engine

@@ -1,4 +1,4 @@
-"""core/model_files.py: a model that is read one tensor at a time is the stock model of its weights."""
+"""core/model.py: a model that is read one tensor at a time is the stock model of its weights."""
 from pathlib import Path
 
 import json
@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config import UserError
 from bench.budget import Bytes, Workload, measure
-from core.loading import load_model
+from layers import load_model
 from extras.memory.techniques import Techniques
 from extras.memory.quantization import Linear4bit
 from core.tiny import make_tiny

@@ -7,11 +7,11 @@ from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core.loading import load_model
+from layers import load_model
 from extras.fast import static_engine
 from core.engine import Engine, Row, make_engine
 from core.kv_cache import RowCache
-from extras.memory.techniques import PLAIN
+from core.model import facts
 from extras.models.probe import probe
 from extras.fast.static_engine import StaticEngine
 from core.tiny import make_tiny
@@ -203,7 +203,7 @@ def test_rollout_with_tools_is_the_same_static(monkeypatch, graphs):
         def row(*args, **kwargs):
             return Row(*args, **kwargs, forced=calls * 2)
         monkeypatch.setattr("agent.Row", row)
-        monkeypatch.setattr("agent.techniques_of", lambda model: PLAIN._replace(decode_rows=5))
+        monkeypatch.setattr(facts(model), "decode_rows", 5)
         monkeypatch.setattr("agent.make_engine", lambda *args, **kwargs: make_engine(*args, **kwargs, static=static))
         return rollout(model.eval(), tokenizer, "equations", tasks, 3, limits=Limits(4, 24, 700), seed=3)
     ours, plain = episodes(True), episodes(False)

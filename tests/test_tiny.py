@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_helpers import logits_of
 
-from core.loading import load_model
+from layers import load_model
 from core.tiny import make_tiny
 
 

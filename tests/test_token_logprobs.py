@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from extras.fast.attention import causal_attention
 from extras.memory.checkpointing import checkpoint_layers
 from core.logprobs import token_logprobs
-from extras.memory.techniques import facts
+from core.model import facts
 from extras.models.probe import probe
 from lora import merged
 

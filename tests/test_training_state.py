@@ -1,12 +1,12 @@
-"""core/adapter_files.py: AdamW in host memory is AdamW, and its state is saved and loaded."""
+"""core/model.py: AdamW in host memory is AdamW, and its state is saved and loaded."""
 import torch
 from memory_helpers import IDS, gradients, load
 from safetensors.torch import save_file
 
 from extras.exact.checkpoint import load_optimizer, optimizer_tensors
-from core.loading import load_model
+from layers import load_model
 from extras.memory.techniques import Techniques
-from core.adapter_files import adamw
+from core.model import adamw
 
 
 def test_adamw_on_the_host_is_adamw_and_its_state_is_saved(tiny, tmp_path):

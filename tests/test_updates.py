@@ -11,7 +11,7 @@ import grpo
 import reward_weighted
 import sft
 from agent import collate, evaluate, rollout
-from core.adapter_files import adamw
+from core.model import adamw
 from core import logprobs
 from core.logprobs import token_logprobs
 

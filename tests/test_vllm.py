@@ -24,7 +24,7 @@ import grpo
 import reward_weighted
 from extras.background import in_thread
 from core.config import UserError
-from core.loading import load_model
+from layers import load_model
 from core.logprobs import token_logprobs
 from extras.vllm import servers as vllm
 from core.engine import Engine, Row
@@ -66,7 +66,7 @@ class StandIn(ThreadingHTTPServer):
 
     def load(self, name, path):
         self.loads.append(name)
-        with self.lock, mock.patch("core.loading.probe"):
+        with self.lock, mock.patch("lora.probe"):
             self.models[name], _ = load_model(self.base if self.ignores_adapters else path, dtype="float32", train=False)
 
     def turn(self, body):
@@ -302,7 +302,7 @@ def test_all_weights_are_refused(place, tmp_path, server):  # noqa: F811
 @torch.no_grad()
 def our_logprobs(model, prompt, ids):
     """What the policy, merged as in an update, gives to the ids after a prompt."""
-    with merged(model, update=True):
+    with merged(model):
         mask = torch.tensor([[0] * len(prompt) + [1] * len(ids)])
         return token_logprobs(model, torch.tensor([prompt + ids]), mask)[0][0, len(prompt):]
 

@@ -6,7 +6,6 @@ the sha256 of all other files, those of the files that the run began with, and a
 """
 import hashlib
 import os
-import re
 import shutil
 import sys
 from contextlib import suppress
@@ -14,8 +13,9 @@ from pathlib import Path
 
 from core.data import data_sources, read_json, to_json
 from core.config import UserError, reading
-from extras.exact.files import fingerprint, sync, write_json
 from core.data import set_aside
+from core.model import base_of, checkpoints
+from extras.exact.files import fingerprint, sync, write_json
 
 DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
@@ -25,13 +25,6 @@ TEMPORARY = ".tmp-step"  # the name of a checkpoint that is being written or rem
 KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
 # Attributes of a run, which a resumed run takes from state.json.
 RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
-
-
-def checkpoints(output_dir):
-    """Return the paths of all checkpoints/step_NNNNNN with a state.json, the newest last."""
-    files = Path(output_dir).glob("checkpoints/step_*/state.json")
-    paths = [file.parent for file in files if file.parent.name[5:].isdecimal()]
-    return sorted(paths, key=lambda path: int(path.name[5:]))
 
 
 def newest_checkpoint(output_dir):
@@ -207,24 +200,6 @@ def _model_files(model):
     if not (folder / "adapter_config.json").exists():
         return _files_in(folder, "base")
     return _files_in(folder, "adapter") | _model_files(base_of(folder))
-
-
-def base_of(adapter):
-    """Return the folder or hub id of an adapter's base model, or raise UserError if none is found.
-
-    A base/ in its own or its run's folder comes first: the recorded place may now hold another.
-    """
-    folder = Path(adapter).resolve()
-    runs = folder.parents[1:2] if folder.parent.name == "checkpoints" else ()
-    for place in (folder, *runs):
-        if (place / "base").is_dir():
-            return str(place / "base")
-    path = folder / "adapter_config.json"
-    base = str(read_json(path).get("base_model_name_or_path") or "")
-    if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-        raise UserError(f"{path}: base_model_name_or_path {base}: no such folder; write the base "
-                        "model's folder or hub id there")
-    return base
 
 
 def _files_in(folder, kind):

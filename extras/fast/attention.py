@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
+from core.packing import after, unpack
 from extras.exact.process import give_back_memory
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
@@ -77,7 +78,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     It is the stock kernel except in two cases.
 
     shared_prefix (P, B): the batch is one packed row [prefix, row 1 ... row B] of
-    `logprobs.hidden_states`. Each row sees the prefix and itself.
+    `packing.hidden_states`. Each row sees the prefix and itself.
 
     On a CPU with gradients it is `causal_products`, which takes an eighth to a half of the time of
     the stock kernel, whose backward pass is slow there when query heads share keys. In 16 bits it
@@ -124,16 +125,6 @@ def packed_attention(attend, P, B, query, key, value):
     first = attend(*prefix)  # (1, P, H, D)
     tail = attend(*(unpack(x, B) for x in rows), *prefix[1:])  # (B, W, H, D)
     return torch.cat([first, tail.flatten(0, 1)[None]], 1)
-
-
-def unpack(x, B):
-    """Return (B, H, W, D) of the rows that lie one behind the other in x (1, H, B * W, D)."""
-    return x[0].unflatten(1, (B, -1)).transpose(0, 1)
-
-
-def after(prefix, x):
-    """Return the rows x (B, H, T, D), each with the prefix (1, H, P, D) in front."""
-    return torch.cat([prefix.expand(len(x), -1, -1, -1), x], 2)
 
 
 def causal_products(scaling, query, key, value, *prefix):

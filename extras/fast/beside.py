@@ -3,7 +3,8 @@ from functools import partial
 
 import torch
 
-from lora import Adapter, add_update, column_noise, is_adapted
+from core.logprobs import add_update, column_noise
+from lora import Adapter, is_adapted
 
 
 class JointOutput:
@@ -34,4 +35,5 @@ class JointOutput:
 
 def is_beside(linear) -> bool:
     """True if a plain adapter is added beside the weight of this Linear while decoding."""
-    return is_adapted(linear) and type(linear.lora) is Adapter and linear.lora.mode == "cached"
+    return is_adapted(linear) and linear.lora.mode == "cached" and (
+        type(linear.lora).forward is Adapter.forward)

@@ -19,11 +19,36 @@ from extras.exact.process import give_back_memory
 import extras.memory.pointwise as pointwise
 from extras.fast.attention import row_attention
 from extras.memory.checkpointing import tiled
-from lora import adapted_forward, free_merged, whole_policy, whole_weight
+from lora import adapted_forward, is_adapted, whole_policy
 
 BESIDE = "extras.fast.beside"  # for weights that hold no adapter
+
+
+def free_merged(linears):
+    """Free the merged weights of these Linears, which the decoder holds in its own layout."""
+    for linear in linears:
+        if is_adapted(linear) and linear.lora.mode == "merged":
+            linear.weight.data = linear.weight.data.new_empty(0)
+            linear.forward = partial(merge_and_run, linear)
+
+
+def merge_and_run(linear, x):
+    """Return the output of a Linear whose merged weight has been freed."""
+    whole_weight(linear)
+    return linear(x)
+
+
+def whole_weight(linear):
+    """Return the weight of a Linear, merged again if `free_merged` has freed it."""
+    if not linear.weight.numel():
+        linear.lora.merge(linear)
+    if getattr(vars(linear).get("forward"), "func", None) is merge_and_run:
+        linear.forward = partial(adapted_forward, linear)
+    return linear.weight
+
+
 # Forwards in place of a module's own that compute the same numbers by other means.
-KNOWN_FORWARDS = tiled, pointwise.mlp, pointwise.norm, adapted_forward
+KNOWN_FORWARDS = tiled, pointwise.mlp, pointwise.norm, adapted_forward, merge_and_run
 
 
 def fits(model) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from core.config import first_line
 from core.engine import Engine
-from extras.memory.techniques import facts
+from core.model import facts
 
 WINDOW = 4  # decode steps between two looks at the results
 RESERVE = 2**28  # bytes of the GPU that must be free for another graph

@@ -1,7 +1,7 @@
 """RMSNorm and SwiGLU of the Llama family that keep less for the backward pass.
 
 A norm keeps its input as it came and 1 / rms, an MLP its gate and up products. The rest is computed
-again in the backward pass, even the input that a merged adapter needs (`lora.recomputable`). The
+again in the backward pass, even the input that a merged adapter needs (`adapter.recomputable`). The
 forward numbers equal the stock modules' to the bit.
 """
 from functools import cache, partial
@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch.nn import functional as F
 
-from lora import recomputable
+from extras.memory.adapter import recomputable
 
 FAMILY = {"llama", "qwen2", "qwen3"}
 CPU_PIECE = 2**17  # numbers of a norm in float32 at once: on a CPU they stay in its cache

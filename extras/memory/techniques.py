@@ -1,4 +1,4 @@
-"""The memory dial, and what this project knows of a model.
+"""The memory dial: the settings of --memory, and the techniques of each.
 
 A setting of --memory names the techniques that a run uses, and adds to the one before it:
 
@@ -6,13 +6,14 @@ A setting of --memory names the techniques that a run uses, and adds to the one 
     checkpoint    layers run again in the backward pass                  extras/memory/checkpointing.py
     4bit          the frozen base in 4 bits a weight (NF4)               extras/memory/quantization.py
     small         embedding and head in int8, MLPs in tiles, activations, adapter and AdamW
-                  in host memory                                     core/adapter_files.py
+                  in host memory                                     extras/memory/adapter.py
     stream        the base in host memory, two layers at a time          extras/memory/streaming.py
 
 No technique changes an equation. With a run's flags, bench/memory.py counts what each needs.
 """
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from core.model import facts
 
 
 class Techniques(NamedTuple):
@@ -26,6 +27,7 @@ class Techniques(NamedTuple):
     adamw_on_host: bool = False  # adapter, gradients and moments in host memory
     stream_layers: bool = False  # base in host memory, two layers at a time on the device
     decode_rows: int = 128  # episodes that decode at once
+    recompute_pointwise: bool = True  # norms and MLPs of the Llama family keep less
 
     @property
     def frozen_base(self) -> bool:
@@ -34,7 +36,8 @@ class Techniques(NamedTuple):
 
 
 PLAIN = Techniques()
-QUANTIZATION = "extras.memory.quantization"  # which only 4 bits and int8 import
+# The words by which an adapter's file says in which form the base was stored.
+FORMS = {"load_in_4bit": "nf4", "int8_head": "int8"}
 CHECKPOINT = PLAIN._replace(gradient_checkpointing=True)
 FOUR_BIT = CHECKPOINT._replace(load_in_4bit=True)
 SMALL = FOUR_BIT._replace(
@@ -55,36 +58,6 @@ def techniques(memory: str | Techniques, load_in_4bit: bool = False,
         gradient_checkpointing=chosen.gradient_checkpointing or gradient_checkpointing)
 
 
-@dataclass
-class Facts:
-    """What this project knows of a model beyond its weights. It stands at `model.facts`.
-
-    Attributes:
-        source: the base model's folder, its hub id, or "tiny".
-        seed: the seed of the tiny model's random weights.
-        techniques: what `load_model` applied.
-        shares_prefix: True if rows that begin alike may go through as one packed row.
-        refuses_engine: why the engine cannot decode this model, "" if it can.
-        refuses_graphs: True if a decode step of this model could not become a CUDA graph.
-        token_bytes, state_bytes: of the engine's cache, for a token of a row and for a row.
-    """
-    source: str = ""
-    seed: int = 0
-    techniques: Techniques = PLAIN
-    shares_prefix: bool = False
-    refuses_engine: str = ""
-    refuses_graphs: bool = False
-    token_bytes: int = 0
-    state_bytes: int = 0
-
-
-def facts(model) -> Facts:
-    """Return the facts about this model: the default ones if `load_model` did not make it."""
-    if not hasattr(model, "facts"):
-        model.facts = Facts()
-    return model.facts
-
-
 def techniques_of(model) -> Techniques:
-    """Return the techniques that `load_model` applied; those of "plain" for any other model."""
-    return facts(model).techniques
+    """Return the techniques that `load_model` applied, those of "plain" if it applied none."""
+    return facts(model).techniques or PLAIN

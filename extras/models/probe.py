@@ -9,7 +9,7 @@ transformers adds or changes goes through here as well; no list of architectures
 """
 import time
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from unittest import mock
 
 import torch
@@ -17,11 +17,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from core.config import UserError, first_line
-from core.adapter_files import check_finite
+from core.model import check_finite, facts, settings
 from core.engine import Engine, Row
 from core.logprobs import token_logprobs
-from extras.memory.techniques import facts, techniques_of
-from lora import adapters, settings
+from lora import adapters, remove_adapters
 
 TOKENS = 17  # of each of the probe's two rows
 SHARED = 4  # tokens with which both rows begin, enough for `shared_prefix`
@@ -31,6 +30,17 @@ WINDOW = 3  # tokens that a sliding window sees during the probe
 # What rounding may change, of the standard deviation of the log-probabilities. Where it sends a
 # token to another expert it changes more, so the limit is for the median of a row.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+def probed(load_model):
+    """Return this load_model, which probes what it loads."""
+    @wraps(load_model)
+    def load(path: str, **options):
+        model, tokenizer = load_model(path, **options)
+        if model.device.type != "meta":
+            probe(model, facts(model).source)
+        return model, tokenizer
+    return load
 
 
 def probe(model, source: str):
@@ -54,7 +64,7 @@ def probe(model, source: str):
         logits = stock_logits(model, ids, name)  # (2, TOKENS - 1, V)
         drop_adapters(model, ids, name)
         # Streamed layers take turns in two buffers: what lies there may be another layer's.
-        if not techniques_of(model).stream_layers:
+        if not getattr(facts(model).techniques, "stream_layers", False):
             check_finite(source, dict(model.named_parameters()))
         if not logits.isfinite().all():
             raise UserError(f"{name}: its weights give logits that are not finite; "
@@ -140,10 +150,7 @@ def drop_adapters(model, ids, name: str):
     if not settings(model).all_linear:
         raise UserError(f"{passed}; give --lora_target_modules {','.join(kept)}")
     print(f"note: {passed}: they are left out")
-    for path, linear in linears.items():
-        if end_of[path] in dropped:
-            del linear.lora, linear.forward
-    settings(model).peft["target_modules"] = kept
+    remove_adapters(model, [linears[path] for path in linears if end_of[path] in dropped], kept)
 
 
 def engine_logprobs(model, ids):

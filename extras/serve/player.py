@@ -10,11 +10,10 @@ import queue
 from concurrent.futures import Future
 from functools import partial
 
-from core.adapter_files import read_settings
 from core.engine import Engine, Row
 from core.data import members
-from core.loading import adapt
-from lora import adapters, merged
+from core.model import facts, read_settings
+from lora import adapt, adapters, merged_to_decode
 
 SLOTS = 64  # rows that decode at once
 SAMPLING = {"temperature", "top_k", "top_p"}  # in which rows of one batch may differ
@@ -99,7 +98,7 @@ class Player:
         """Decode until the process ends."""
         while True:
             self.exchange(self.playing)
-            with merged(self.model):
+            with merged_to_decode(self.model):
                 self.engine = SharedEngine(self.model, slots=SLOTS)
                 try:
                     self.decode()
@@ -128,7 +127,7 @@ class Player:
         # Take off the adapter that rows may be playing while `adapt` puts on the new one.
         self.exchange({})
         try:
-            adapt(self.model, read_settings(folder), folder=folder)
+            adapt(self.model, read_settings(folder, facts(self.model).kind.peft_entries), folder=folder)
         finally:
             loaded = self.exchange(self.playing)
         self.adapters[name] = loaded

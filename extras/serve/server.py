@@ -22,7 +22,7 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from core.chat import Chat
-from core.loading import newest
+from core.model import newest
 from core.config import mix
 from core.tool_calls import parse_tool_calls
 from extras.background import promised

@@ -6,7 +6,7 @@ from pathlib import Path
 import envs
 from core.config import (CONFIG, UserError, algorithm_of, config_of, convert, fill, options,
                          printable)
-from core.loading import DTYPES
+from core.model import DTYPES
 from extras.serve import LOCAL
 
 # What is taken from the run, besides the dtype.

@@ -1,0 +1,450 @@
+"""A stock Hugging Face model: reading and checking it, writing what trains, and the optimizer.
+
+    read_model          a model folder, a hub id or the tiny model, with its tokenizer
+    newest, base_of     where a path leads: to a checkpoint, and to the base model of an adapter
+    save_model          an adapter in PEFT's format, or, when all weights train, a model folder
+    adamw               the optimizer
+"""
+import json
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from core.chat import Chat
+from core.data import read_json, reading
+from core.config import UserError, first_line
+from core.tiny import make_tiny
+
+ADAPTER = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+ADDED = "added.safetensors"  # what a fork has added to the model
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+          "auto": "auto"}  # auto: as stored
+# What is read of a model on the hub, beside its weights.
+TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]
+# Keys of PEFT's adapter_config.json that we know, or that change nothing; no others pass.
+UNDERSTOOD = {
+    "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path",
+    "inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias",
+    "fan_in_fan_out", "init_lora_weights", "eva_config", "layers_pattern", "megatron_core",
+    "qalora_group_size", "runtime_config", "ensure_weight_tying"}
+# The keys that choose among the Linears of the names in target_modules.
+PLACES = {"layers_to_transform", "exclude_modules"}
+
+
+@dataclass
+class Facts:
+    """What this project knows of a model beyond its weights. It stands at `model.facts`.
+
+    Attributes:
+        source: the base model's folder, its hub id, or "tiny".
+        seed: the seed of the tiny model's random weights.
+        kind: the class of its adapters, None for `lora.Adapter`.
+        shares_prefix: True if rows that begin alike may go through as one packed row.
+        refuses_engine: why the engine cannot decode this model, "" if it can.
+        decode_rows: how many episodes decode at once.
+        stored_as: the form of the frozen weights, as an adapter's file names it; "" as they were.
+        fused_adamw: True takes AdamW's fused kernel, the fastest one on a CPU. None lets torch choose.
+        techniques: what makes its training smaller, None if nothing does.
+        refuses_graphs: True if a decode step of this model could not become a CUDA graph.
+        token_bytes, state_bytes: of the engine's cache, for a token of a row and for a row.
+    """
+    source: str = ""
+    seed: int = 0
+    kind: type | None = None
+    shares_prefix: bool = False
+    refuses_engine: str = ""
+    decode_rows: int = 128
+    stored_as: str = ""
+    fused_adamw: bool | None = None
+    techniques: object = None
+    refuses_graphs: bool = False
+    token_bytes: int = 0
+    state_bytes: int = 0
+
+
+def facts(model) -> Facts:
+    """Return the facts about this model: the default ones if `load_model` did not make it."""
+    if not hasattr(model, "facts"):
+        model.facts = Facts()
+    return model.facts
+
+
+@dataclass
+class Settings:
+    """The adapter that `lora.add_lora` gave a model. It stands at `model.lora_settings`.
+
+    Attributes:
+        peft: what adapter_config.json says of the adapter, in PEFT's names.
+        tensors: {name in PEFT's files: parameter} of what the adapter's file holds.
+        all_linear: True if the targets were not named.
+        fresh: False if the adapter was read from a folder.
+    """
+    peft: dict
+    tensors: dict
+    all_linear: bool = False
+    fresh: bool = True
+
+
+def settings(model) -> Settings | None:
+    """Return the settings of the model's adapter, None if it has no adapter."""
+    return getattr(model, "lora_settings", None)
+
+
+# --------------------------------------------------------------------------------- where a path leads
+def checkpoints(output_dir) -> list[Path]:
+    """Return the paths of all checkpoints/step_NNNNNN with a state.json, the newest last."""
+    files = Path(output_dir).glob("checkpoints/step_*/state.json")
+    paths = [file.parent for file in files if file.parent.name[5:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.name[5:]))
+
+
+def newest(path) -> str:
+    """Return the newest checkpoint of an output folder, and every other path as it is."""
+    return str([path, *checkpoints(path)][-1])
+
+
+def is_adapter(path) -> bool:
+    """True if this is a folder that holds an adapter."""
+    return os.path.exists(Path(path, ADAPTER))
+
+
+def base_of(adapter) -> str:
+    """Return the folder or hub id of an adapter's base model, or raise UserError if none is found.
+
+    A base/ in its own or its run's folder comes first: the recorded place may now hold another.
+    """
+    folder = Path(adapter).resolve()
+    runs = folder.parents[1:2] if folder.parent.name == "checkpoints" else ()
+    for place in (folder, *runs):
+        if (place / "base").is_dir():
+            return str(place / "base")
+    path = folder / ADAPTER
+    base = str(read_json(path).get("base_model_name_or_path") or "")
+    if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
+        raise UserError(f"{path}: base_model_name_or_path {base}: no such folder; write the base "
+                        "model's folder or hub id there")
+    return base
+
+
+def is_tiny(model_path: str) -> bool:
+    """True if this is the tiny model or was made from it. Reads no weights and never raises."""
+    try:
+        path = newest(model_path)
+        path = base_of(path) if is_adapter(path) else path
+        return path == "tiny" or bool(read_json(Path(path, "config.json")).get("tiny"))
+    except (OSError, ValueError):  # a UserError is a ValueError
+        return False
+
+
+# ------------------------------------------------------------------------------------ reading a model
+def from_pretrained(folder: str, config, dtype, device):
+    """Read a model as transformers does. UserError names weights that are missing."""
+    model, report = auto_class(config).from_pretrained(
+        folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+        ignore_mismatched_sizes=True, output_loading_info=True)
+    # Where weights are missing or misshapen, transformers would continue with random ones.
+    missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    if missing:
+        missing = ", ".join(sorted(missing)[:3])
+        raise UserError(f"{folder}: no weights for {missing}: the model is incomplete, "
+                        "or of a kind that predicts no next token, or its config.json is another's")
+    return model
+
+
+def read_model(source: str, dtype, device, seed: int, read_weights=from_pretrained):
+    """Return the model and tokenizer of a folder, of a hub id, or the tiny ones of this seed.
+
+    Args:
+        dtype: of torch, or "auto": as the weights are stored.
+        read_weights: read_weights(folder, config, dtype, device) -> model.
+    """
+    if source == "tiny":
+        model, tokenizer = make_tiny(seed)
+        if dtype != "auto":
+            # Its buffers keep their dtype.
+            model.config.dtype = dtype
+            for p in model.parameters():
+                p.data = p.data.to(dtype)
+        return model.eval(), tokenizer
+    try:
+        if os.path.isdir(source):
+            return _read_folder(source, dtype, device, read_weights)
+        return _read_from_hub(source, dtype, device, read_weights)
+    except UserError:
+        raise
+    # It may be an OSError, a SafetensorError or another: name the place, keep the cause.
+    except Exception as error:
+        raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
+
+
+def _read_from_hub(source, dtype, device, read_weights):
+    """Read a model of the hub, from the files on this machine if all that is needed is there."""
+    from huggingface_hub import snapshot_download
+    if not re.fullmatch(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", source, re.ASCII):
+        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
+                        "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
+    # On the meta device a model has shapes and no weights.
+    files = TEXTS if device.type == "meta" else [*TEXTS, "model*.safetensors"]
+    with suppress(OSError, UserError):
+        folder = snapshot_download(source, allow_patterns=files, local_files_only=True)
+        return _read_folder(folder, dtype, device, read_weights)
+    print(f"{source}: no such folder here; asking the hub for it")
+    folder = snapshot_download(source, allow_patterns=files)
+    return _read_folder(folder, dtype, device, read_weights)
+
+
+def _read_folder(folder, dtype, device, read_weights):
+    """Read the model and tokenizer in a folder."""
+    from transformers import AutoConfig
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        raise ValueError("no model (config.json) is there, nor a step that a run has saved")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
+        raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
+                        "named in its adapter_config.json), and --load_in_4bit for 4 bits")
+    if config.is_encoder_decoder or "Classification" in str(config.architectures):
+        raise UserError(f"{folder}: {config.model_type} is an encoder-decoder or a classifier; "
+                        "only decoders are trained here")
+    # Transformers chooses. The attention that config.json names may be a kernel to download.
+    config._attn_implementation = None
+    return read_weights(folder, config, dtype, device), read_tokenizer(folder)
+
+
+def auto_class(config):
+    """Return the class of transformers that makes a model of this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    # Some families are published only with a vision tower. On text they are plain decoders.
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    return AutoModelForCausalLM
+
+
+def read_tokenizer(source: str):
+    """Return the tokenizer in a folder."""
+    from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if tokenizer.vocab_size < 10:  # special tokens alone
+            raise ValueError("tokenizer.json is missing; copy it from the base model")
+        # Where a model with a vision tower had its template before chat_template.jinja.
+        path = Path(source, "chat_template.json")
+        if not tokenizer.chat_template and path.exists():
+            tokenizer.chat_template = read_json(path).get("chat_template")
+        return tokenizer
+    except Exception as error:
+        raise UserError(f"{source}: no tokenizer could be read ({first_line(error)})") from None
+
+
+def switch_dropout_off(model):
+    """Switch off config.json's dropout and router noise: an update sees the policy that sampled.
+
+    The adapter's --lora_dropout comes later. The config stays as it is, for `save_model`.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if f".{name}".endswith(("drop", "dropout", ".jitter_noise")) and type(value) is float:
+                vars(module)[name] = 0.0
+
+
+def adopt_tokenizer(model, tokenizer, path):
+    """Refuse a tokenizer that does not fit the model. Let `generate` stop where its turns end."""
+    if not tokenizer.chat_template:
+        raise UserError(f"{path}: its tokenizer has no chat template; "
+                        "use an instruct model, or put chat_template.jinja beside it")
+    vocabulary = len(model.get_input_embeddings().weight)
+    # A special token that the template does not write needs no embedding: Gemma 3's for images.
+    written = str(tokenizer.chat_template)
+    for name in ("bos_token", "eos_token"):
+        written = written.replace(name, getattr(tokenizer, name) or "")
+    added = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i >= vocabulary
+             and (not token.special or token.content in written)]
+    if tokenizer.vocab_size > vocabulary or added:
+        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
+                        "they belong to different models")
+    # Base models lack the end of a turn here, and what is saved would not stop in `generate`.
+    with suppress(ValueError):
+        config = model.generation_config
+        config.eos_token_id = sorted(Chat(tokenizer, [], config).stop_ids)
+        # Transformers would not save a changed one that has a temperature and no do_sample.
+        config._original_object_hash = hash(config)
+
+
+# --------------------------------------------------------------------------------- writing what trains
+def save_model(model, folder: str):
+    """Write the adapter in PEFT's format, or, when all weights train, a model folder.
+
+    A model folder needs `tokenizer.save_pretrained(folder)`, too, before `load_model` reads it.
+    PEFT adds an adapter to a 16-bit base by rounding to the nearest, which loses small updates
+    (bench/adapter_rounding.py): play the folder of `lora.py merge --dtype bfloat16` instead. What a
+    fork has added to the model, a value head for instance, goes into a file of its own.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    added = added_weights(model)
+    if added:
+        save_file(_on_cpu(added), folder / ADDED)
+    if settings(model):
+        _save_adapter(model, folder)
+    else:
+        weights = {name: w for name, w in model.state_dict().items() if name not in added}
+        model.save_pretrained(folder, state_dict=weights)
+
+
+def added_weights(model) -> dict:
+    """Return {name: parameter} of what trains and is neither the adapter nor the model's own.
+
+    Beside an adapter, weights of the base model that train are among them.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if settings(model):
+        return {name: p for name, p in trained.items() if ".lora." not in name}
+    with torch.device("meta"):
+        own = type(model)(model.config).state_dict()
+    return {name: p for name, p in trained.items() if name not in own}
+
+
+def _on_cpu(tensors: dict) -> dict:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _save_adapter(model, folder):
+    form = facts(model).stored_as
+    # One entry of metadata alone: of two, safetensors writes the order at random.
+    save_file(_on_cpu(settings(model).tensors), folder / TENSORS,
+              metadata={"base": form} if form else {"format": "pt"})
+    base = facts(model).source
+    # Nobody else has these random weights, so they are saved beside every adapter.
+    if base == "tiny":
+        base = folder / "base"
+        for thing in make_tiny(facts(model).seed):
+            thing.save_pretrained(base)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
+              "fan_in_fan_out": False, "modules_to_save": None,
+              "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,
+              **settings(model).peft}
+    (folder / ADAPTER).write_text(json.dumps(config, indent=2))
+
+
+def load_weights(model, folder: str):
+    """Load what `save_model` wrote, bit for bit, but for what a fork added and `model` lacks."""
+    path = Path(folder, ADDED)
+    if path.exists() or added_weights(model):
+        with reading(path):
+            model.load_state_dict(load_file(path), strict=False)
+    if settings(model):
+        _load_adapter(model, folder)
+    else:
+        saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), 0)
+        model.load_state_dict(saved.state_dict(), strict=False)  # not what was added
+
+
+def _load_adapter(model, folder):
+    path = Path(folder, TENSORS)
+    with reading(path):
+        saved = load_file(path)
+    check_finite(path, saved)
+    needed = settings(model).tensors
+    # PEFT names them so where it had loaded the model with its vision tower.
+    saved = {name if name in needed else name.replace(".language_model.", ".", 1): tensor
+             for name, tensor in saved.items()}
+    for name, p in needed.items():
+        stored = tuple(saved[name].shape) if name in saved else "missing"
+        if stored != p.shape:
+            short = name.removeprefix("base_model.model.").removesuffix(".weight")
+            raise UserError(f"{folder}: {short} is {stored}, the model needs {tuple(p.shape)}")
+        p.data.copy_(saved.pop(name))
+    if saved:
+        raise UserError(f"{folder}: {next(iter(saved))} has no place in this model")
+
+
+def check_finite(path, tensors: dict):
+    """Raise UserError if a value in the tensors that were read from `path` is not finite."""
+    for name, tensor in tensors.items():
+        # A sum is not finite where a value is not, and needs no memory.
+        if not tensor.sum(dtype=torch.float32).isfinite():
+            raise UserError(f"{path}: {name} has values that are not finite; the file is damaged")
+
+
+def read_settings(folder: str, entries: dict) -> dict:
+    """Return adapter_config.json. UserError names what is wrong or not understood here.
+
+    The entry "quantized_base" is added, from the file of tensors: how the base was stored that the
+    adapter was trained on, "" (as in its files), "nf4", "int8" (the head) or "nf4,int8".
+
+    Args:
+        entries: what the file says of this kind of adapter, `Adapter.peft_entries`.
+    """
+    path = Path(folder, ADAPTER)
+    config = read_json(path)
+    with reading(path):
+        _check_plain_lora(config, entries)
+    path = Path(folder, TENSORS)
+    with reading(path), safe_open(path, "pt") as file:
+        config["quantized_base"] = (file.metadata() or {}).get("base", "")
+        # Of a pattern, or names with a rule beside, the tensors say which Linears it chose.
+        if isinstance(config["target_modules"], str) or any(config.get(key) for key in PLACES):
+            config["target_modules"] = sorted({
+                name.removeprefix("base_model.model.").partition(".lora_")[0]
+                for name in file.keys()})
+    return config
+
+
+def _check_plain_lora(config, entries):
+    """Raise ValueError if this is anything but LoRA, or the kind with these entries, on Linears."""
+    known = UNDERSTOOD | PLACES | entries.keys()
+    odd = [key for key, value in config.items() if value and key not in known]
+    init = config.get("init_lora_weights", True)
+    # PiSSA, OLoRA, LoftQ and CorDA change the base too.
+    if init not in (True, False, "gaussian", "eva", "orthogonal"):
+        odd.append(f"init_lora_weights {init}")
+    peft_type = entries.get("peft_type", "LORA")
+    if config.get("peft_type") != peft_type or config.get("bias", "none") != "none" or odd:
+        raise ValueError("only plain LoRA is read here; merge others with PEFT (merge_and_unload); "
+                         f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
+    names = config["target_modules"]
+    if not isinstance(names, str) and not all(isinstance(name, str) for name in names):
+        raise ValueError("target_modules must be a list of names, or a pattern")
+    if type(config["r"]) is not int or not (config["r"] > 0 and config["lora_alpha"] > 0):
+        raise ValueError("lora_alpha and r must be above 0, and r a whole number")
+
+
+# ----------------------------------------------------------------------------------- the training state
+@dataclass
+class TrainingState:
+    """The weights, the tokenizer and the optimizer's moments, on which the next step depends.
+
+    A fork with state of its own overrides both methods: checkpoints then hold it. It changes it at
+    the end of a step, because a step that is stopped before its first update is done again.
+    """
+
+    model: object
+    tokenizer: object
+    optimizer: object
+
+    def save_weights(self, folder):
+        """Write what trains into `folder`: the adapter in PEFT's format, or all weights."""
+        save_model(self.model, folder)
+
+    def load_weights(self, folder):
+        """Read back what `save_weights` wrote, bit for bit."""
+        load_weights(self.model, folder)
+
+
+def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
+    """Return AdamW over what trains in the model. `Run.steps` applies the schedule to `lr`.
+
+    A beta2 of 0.95 soon forgets the tiny first gradients of a fresh adapter.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(weights, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay,
+                             fused=facts(model).fused_adamw)

@@ -1,0 +1,91 @@
+"""Rows that begin alike go through the model as one packed row, in which their prompt runs once.
+
+The tools in a prompt are most of an episode's tokens: with SmolLM2 and six tools a micro-batch of 8
+rows then takes a quarter of the memory.
+"""
+import torch
+
+from core.model import facts
+
+# The families of which it is known that they can be packed. Of others it has to be tried.
+FAMILIES = {"llama", "qwen2", "qwen3"}
+
+
+def allow_packing(model):
+    """Let a model of FAMILIES take packed rows."""
+    if model.config.model_type in FAMILIES and model.config._attn_implementation == "sdpa":
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+        AttentionInterface.register("packed_attention", packed_attention)
+        AttentionMaskInterface.register("packed_attention", sdpa_mask)
+        model.set_attn_implementation("packed_attention")
+        facts(model).shares_prefix = True
+
+
+def hidden_states(model, token_ids, loss_mask):
+    """Return the last hidden states (N, D) and the index (B, T) of each token's own among them.
+
+    With a prefix of P tokens that all rows (B, T) share, N is P + B (T - P) instead of B T: the
+    model sees one packed row [prefix, row 1 .. row B]. Each row's positions continue the prefix's.
+    """
+    P = shared_prefix(model, token_ids, loss_mask)
+    B, T = token_ids.shape
+    column = torch.arange(T, device=token_ids.device)
+    row = torch.arange(B, device=token_ids.device)[:, None]
+    if not P:
+        hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1), row * T + column
+    packed = torch.cat([token_ids[0, :P], token_ids[:, P:].flatten()])  # (N,)
+    positions = torch.cat([column[:P], column[P:].repeat(B)])  # (N,)
+    # Without a mask transformers would make one, square in all of the row's tokens.
+    no_mask = token_ids.new_ones(1, 1, 1, 1)
+    hidden = model.base_model(
+        input_ids=packed[None], position_ids=positions[None], use_cache=False,
+        attention_mask=no_mask, shared_prefix=(P, B)).last_hidden_state[0]  # (N, D)
+    return hidden, torch.where(column < P, column, row * (T - P) + column)
+
+
+def shared_prefix(model, token_ids, loss_mask) -> int:
+    """Return the length of the prompt that all rows share, or 0 if it is not worth sharing.
+
+    It is if a tenth of the tokens (B, T) is saved, and if the model can continue from a prefix.
+    The prefix ends before the first 1 of the mask (B, T).
+    """
+    B, T = token_ids.shape
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or T
+    if not facts(model).shares_prefix or window < T:
+        return 0
+    alike = (token_ids == token_ids[0]).all(0) & (loss_mask == 0).all(0)  # (T,)
+    length = min(int(alike.long().cumprod(0).sum()), T - 1)
+    saved = (B - 1) * length
+    return length if saved >= 0.1 * B * T else 0
+
+
+def packed_attention(module, query, key, value, attention_mask, shared_prefix=None, **kwargs):
+    """Attend by transformers' own kernel, in the signature of its attention functions.
+
+    With a `shared_prefix` (P, B) the batch is one packed row: query (1, H, P + B W, D), key and
+    value (1, H_kv, P + B W, D). Each row sees the prefix and itself.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    if not shared_prefix:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    P, B = shared_prefix
+    prefix, rows = zip(*(x.split([P, x.shape[2] - P], 2) for x in (query, key, value)))
+    first, _ = sdpa_attention_forward(module, *prefix, None, **kwargs)  # (1, P, H, D)
+    q, k, v = (unpack(x, B) for x in rows)  # (B, H or H_kv, W, D)
+    k, v = after(prefix[1], k), after(prefix[2], v)  # (B, H_kv, P + W, D)
+    W, S = q.shape[2], k.shape[2]
+    mask = torch.ones(W, S, dtype=torch.bool, device=q.device).tril(S - W)[None, None]
+    tail, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)  # (B, W, H, D)
+    return torch.cat([first, tail.flatten(0, 1)[None]], 1), None
+
+
+def unpack(x, B):
+    """Return (B, H, W, D) of the rows that lie one behind the other in x (1, H, B * W, D)."""
+    return x[0].unflatten(1, (B, -1)).transpose(0, 1)
+
+
+def after(prefix, x):
+    """Return the rows x (B, H, T, D), each with the prefix (1, H, P, D) in front."""
+    return torch.cat([prefix.expand(len(x), -1, -1, -1), x], 2)

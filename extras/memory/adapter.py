@@ -1,0 +1,89 @@
+"""Adapters beside frozen weights that hold none, in host memory, and with an input computed again.
+
+Each class changes one thing of `lora.Adapter`. `kind_of` puts those that a model's techniques ask
+for in front of a kind, which may be a fork's own (DoRA).
+"""
+from functools import cache
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from extras.memory.checkpointing import to_host
+from lora import Adapter, factor_gradients
+
+# Activations that backward can compute again: tensor -> function without arguments.
+recomputable = WeakTensorKeyDictionary()
+
+
+class Beside(Adapter):
+    """The adapter of a weight in 4 bits or in host memory, which can hold no update.
+
+    Where others are merged, its mode is "cached": while decoding, A and B are cast only once.
+
+    Attributes:
+        cast: A and B in the dtype of the model, once they were cast, else None.
+    """
+    mergeable = False
+    cast = None
+
+    def factors(self, x):
+        if self.mode != "cached" or not torch.is_inference_mode_enabled():
+            return super().factors(x)
+        self.cast = self.cast or super().factors(x)
+        return self.cast
+
+    def merge(self, linear):
+        self.mode = "cached"
+
+    def unmerge(self, linear):
+        super().unmerge(linear)
+        self.cast = None
+
+
+class OnHost(Adapter):
+    """An adapter in host memory, where AdamW updates it: the device holds no gradient or moment."""
+    device = "cpu"
+
+    def __init__(self, linear, *settings):
+        super().__init__(linear, *settings)
+        for p in self.parameters():
+            p.data = to_host(p.data)
+
+
+class Recomputing(Adapter):
+    """An adapter that does not keep its input where backward can compute it again."""
+
+    def attach(self, x, output):
+        return _RecomputedLoRA.apply(output, x, *self.factors(x), self.scale, recomputable.get(x))
+
+
+class _RecomputedLoRA(torch.autograd.Function):
+    """The function of `Adapter.attach`, which does not keep a `recomputable` x."""
+
+    @staticmethod
+    def forward(ctx, output, x, A, B, scale, recompute):
+        ctx.scale, ctx.recompute = scale, recompute
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(None if recompute else x, A, B)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, A, B = ctx.saved_tensors
+        if ctx.recompute:
+            # What the function holds is freed with this node.
+            x, ctx.recompute = ctx.recompute(), None
+        return grad, None, *factor_gradients(x, A, B, grad, ctx.scale), None, None
+
+
+@cache
+def kind_of(chosen, kind: type = Adapter) -> type:
+    """Return the class of the adapters beside these techniques, a subclass of `kind`."""
+    changes = []
+    if chosen.adamw_on_host:
+        changes.append(OnHost)
+    if chosen.load_in_4bit or chosen.stream_layers:
+        changes.append(Beside)
+    if chosen.recompute_pointwise:
+        changes.append(Recomputing)
+    return type(f"Lean{kind.__name__}", (*changes, kind), {}) if changes else kind
