@@ -60,7 +60,9 @@ def run(config, agent):
 def load(config, agent):
     """Load the model and print what it is. Return it and its tokenizer."""
     print(f"loading {config.model_path}", flush=True)
-    model, tokenizer = agent.load_model(config.model_path, dtype=config.dtype, train=False)
+    # A server exchanges adapters: the one that it is started with stays beside its weights.
+    model, tokenizer = agent.load_model(config.model_path, dtype=config.dtype, train=False,
+                                        merge=False if config.serve else None)
     print(f"{model.num_parameters() / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on "
           f"{model.device.type}")
     return model, tokenizer

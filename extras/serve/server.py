@@ -49,8 +49,10 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def drop_nothing(cls, given: dict):
+    def drop_nothing(cls, given):
         """Drop what is null, and what we do not know where it is 0, false or empty."""
+        if not isinstance(given, dict):
+            return given
         return {name: value for name, value in given.items()
                 if value or value is not None and name in cls.model_fields}
 
@@ -180,10 +182,7 @@ class Server:
         tools = [tool.model_dump() for tool in body.tools if body.tool_choice == "auto"]
         # A long text takes seconds, in which others are answered.
         chat = await to_thread(self.chat_of, json.dumps(tools))
-        # The ids of a turn that is added are taken away again.
-        added = {"role": "assistant", "content": "."}
-        ids, _ = await to_thread(recorded_ids, chat, [*body.messages, added])
-        prompt = ids[:-len(chat.turn(".", []))]
+        prompt = await to_thread(prompt_of, chat, body.messages)
         choice = self.choice(body, prompt, chat, self.config.max_new_tokens)
         if body.stream:
             return StreamingResponse(self.events(choice), media_type="text/event-stream")
@@ -221,8 +220,9 @@ class Server:
             await to_thread(episode.take_turn, choice.turn, choice.logprobs)
             if episode.calling:
                 await to_thread(episode.take_results)
-        if t.stop_reason == "error":
-            raise HTTPException(500, t.info["error"])
+        fault = t.info.get("error") or t.info.get("not_finite")
+        if fault:
+            raise HTTPException(500, fault)
         # A question whose right answer nobody gave is neither solved nor failed.
         is_judged = None not in t.info["task"].values()
         said = [message["content"] for message in t.messages if message["role"] == "assistant"]
@@ -246,6 +246,16 @@ class Server:
 
 
 # ----------------------------------------------------------------------------------------- answers
+def prompt_of(chat, messages):
+    """Return the ids of a conversation up to the agent's next turn, as an episode would hold them.
+
+    Raises ValueError for messages that no episode has.
+    """
+    # The ids of a turn that is added are taken away again.
+    ids, _ = recorded_ids(chat, [*messages, {"role": "assistant", "content": "."}])
+    return ids[:-len(chat.turn(".", []))]
+
+
 def message_of(choice):
     """Return what a turn thinks, says and calls, and why it ended, None if it has not."""
     text, reason = choice.read()
