@@ -745,7 +745,7 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         program = Program("agent.py", "--serve", "--port", port)
         _, errors = program.communicate(timeout=60)
-    assert program.returncode == 1 and "address already in use" in errors and "Traceback" not in errors
+    assert program.returncode and "address already in use" in errors and "Traceback" not in errors
 
 
 # ----------------------------------------------------------------------------------------------------------- solve
@@ -765,7 +765,7 @@ def test_solve_plays_an_episode_with_the_problem(served):
     assert solution["success"] is True and solution["reward"] > 0
     assert [m["content"] for m in solution["transcript"] if m["role"] == "tool"] == told
     assert [m["role"] for m in solution["transcript"]].count("assistant") == len(turns)
-    with pytest.raises(openai.BadRequestError, match="problem"):
+    with pytest.raises(openai.BadRequestError, match="is not an equation"):
         served.client.post(f"{served.url}/solve", body={"problem": "what is love"}, cast_to=object)
 
 

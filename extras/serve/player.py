@@ -13,7 +13,7 @@ from functools import partial
 from core.engine import Engine, Row
 from core.data import members
 from core.model import facts, read_settings
-from lora import adapt, adapters, merged_to_decode
+from lora import Adapter, adapt, adapters, merged_to_decode
 
 SLOTS = 64  # rows that decode at once
 SAMPLING = {"temperature", "top_k", "top_p"}  # in which rows of one batch may differ
@@ -109,7 +109,7 @@ class Player:
 
     def decode(self):
         """Decode the rows of the adapter that plays, until others wait and these have ended."""
-        while self.engine.busy or not self.coming:
+        while self.engine.busy or not self.coming or self.coming[0].weights is self.playing:
             while not self.inbox.empty() or not (self.engine.busy or self.coming):
                 self.inbox.get()()
             while self.coming and self.coming[0].weights is self.playing:
@@ -127,7 +127,8 @@ class Player:
         # Take off the adapter that rows may be playing while `adapt` puts on the new one.
         self.exchange({})
         try:
-            adapt(self.model, read_settings(folder, facts(self.model).kind.peft_entries), folder=folder)
+            kind = facts(self.model).kind or Adapter
+            adapt(self.model, read_settings(folder, kind.peft_entries), folder=folder)
         finally:
             loaded = self.exchange(self.playing)
         self.adapters[name] = loaded
