@@ -16,12 +16,9 @@ from itertools import chain, count, product
 from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (PlayFlags, UserError, config_of, fill, flag, main, mix, printable)
+from core.config import (UserError, config_of, fill, flag, main, mix, printable)
 from core.data import (is_finite, pass_at_k, problem, set_aside, summarise, to_json, transcript,
                        without_too_long)
-
-import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import envs
 from core.chat import Chat
@@ -31,7 +28,7 @@ from core.tool_calls import parse_tool_calls
 from envs import Limits
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
-from envs.tasks import tasks_for
+from envs.tasks import PlayFlags, tasks_for
 from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
                     terminal)
 from lora import merged_to_decode
@@ -397,15 +394,6 @@ def rollout_options(config, run=None) -> dict:
 
 
 # --------------------------------------------------------------------- episodes in numbers
-def collate(trajectories: list[Trajectory], device="cpu"):
-    """Return token_ids, loss_mask and logprobs as right-padded (B, T) tensors. Pads are masked."""
-    def pad(name, dtype=torch.long):
-        rows = [torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]
-        return pad_sequence(rows, batch_first=True).to(device)  # (B, T)
-
-    return pad("token_ids"), pad("loss_mask"), pad("logprobs", torch.float32)
-
-
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,
              step: int = -1, **options) -> dict:
     """Play the tasks with `rollout`; return what `summarise` and `pass_at_k` say of it.

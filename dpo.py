@@ -32,8 +32,10 @@ from itertools import chain
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (NO_BAR, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill,
-                         flag, nearest, options_for, preference_learning_rate, UserError, main)
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
+                         main, nearest, options_for)
+from envs.tasks import RolloutFlags
 from core.run import Run
 from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
                        without_faults)
@@ -44,15 +46,15 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 import envs
-from agent import Trajectory, collate, evaluate, rollout, rollout_options
-from extras.data.demonstrations import read_trajectories
+from agent import Trajectory, evaluate, rollout, rollout_options
+from core.data import collate
+from schooling import read_trajectories
 from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
 from envs.tasks import drop_seen, train_and_held_out, with_env
-from core.model import TrainingState, adamw, is_tiny
-from layers import LayerFlags, load_model
+from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import token_logprobs
 from lora import merged
-from sft import teach_tiny
+from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
 # fit, which are faster.
@@ -235,6 +237,11 @@ def pair_loss(logprobs, ref_sums, mask, counts, losses, *, beta, length_norm=Fal
 
 
 # ------------------------------------------------------------------------------------------ config
+def preference_learning_rate(config):
+    """2e-5 with LoRA, 1e-6 where all weights train"""
+    return 2e-5 if config.lora_r else 1e-6
+
+
 @dataclass(kw_only=True)
 class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "pairs and loss"
@@ -342,7 +349,7 @@ def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
 def reference_sums(model, pairs, config: Config, ranks) -> dict[Trajectory, float]:
     """Return {episode: log pi_ref, summed over its sampled tokens} of every pair's episodes.
 
-    Call it before `run.steps`, which loads the checkpoint of a resumed run: until then the policy
+    Call it before `run.load`, which loads the checkpoint of a resumed run: until then the policy
     is the reference, whether its adapter is fresh or old, or all weights train.
     """
     # An episode may be in several pairs.
@@ -394,7 +401,7 @@ def train(config: Config) -> dict:
     config = settle(config)
     is_given = config.dataset or config.trajectories  # pairs, or episodes to pair
     tasks, test_tasks = train_and_held_out(config, 0 if is_given else config.num_tasks)
-    run = Run(config, "dpo", envs)  # output folder, resume, signals
+    run = Run(config, "dpo", envs)  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
@@ -411,13 +418,19 @@ def train(config: Config) -> dict:
     ref_sums = reference_sums(model, learned + held_out, config, run.ranks)
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
                       beta2=0.999)
-    state = TrainingState(model, tokenizer, optimizer)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(learned) / per_step)
     batches = lru_cache(1)(partial(shuffled_batches, learned, per_step, config.seed))
     test = partial(evaluate_held_out, model, tokenizer, test_tasks, held_out, ref_sums, config, run)
+    total = steps_of(config, steps_per_epoch)
     with run:
-        for step in run.steps(run.total_steps(steps_per_epoch), state, test):
+        for step in range(run.load(model, tokenizer, optimizer, total), total):
+            if step % (config.eval_every or total) == 0:
+                run.log_evaluation(step, test())
+            for group in optimizer.param_groups:  # from the rate that it was made with
+                group["lr"] = scheduled(group["initial_lr"], step, run.planned)
+            run.log(learning_rate=optimizer.param_groups[0]["lr"])
+
             # 1. Episodes: the next pairs of the epoch; similar lengths share a forward pass.
             epoch, place = divmod(step, steps_per_epoch)
             batch = sorted(batches(epoch)[place], key=lambda pair: len(longer(pair).token_ids))
@@ -435,17 +448,20 @@ def train(config: Config) -> dict:
                     loss.backward()
                     metrics.append(numbers)
                     del loss  # free the graph: the next one needs room
-            run.ranks.add_gradients(model)
-            totals = run.ranks.total(metrics)
+            totals = run.ranks.all_reduce(model, metrics)
             grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-            run.discard_if_not_finite([*chain(*batch)], totals["loss"], grad_norm)
-            optimizer.step()
+            if math.isfinite(totals["loss"] + grad_norm):
+                optimizer.step()
+            else:  # it would spoil the weights for good
+                run.skip([*chain(*batch)], f"loss {totals['loss']}, gradient norm {grad_norm}")
             optimizer.zero_grad()
             tokens = sum(len(t.token_ids) for t in chain(*batch))
             run.log(**totals, grad_norm=grad_norm, tokens=tokens)
-    after = {f"held_out_{name}": run.after.get(f"pairs/{name}")
-             for name in ("loss", "accuracy", "margin")}
-    return run.finish(pairs=len(learned), **after)
+            run.end_step(step)
+        after = test()
+        held_out_metrics = {f"held_out_{name}": after.get(f"pairs/{name}")
+                            for name in ("loss", "accuracy", "margin")}
+        return run.finish(after, pairs=len(learned), **held_out_metrics)
 
 
 if __name__ == "__main__":

@@ -25,22 +25,25 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                         check_accumulation, fill, flag, options_for, UserError, main)
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
+                         options_for)
+from envs.tasks import RolloutFlags
 from core.run import Run
-from core.data import cheapest_order, collector, group_shares, members, per_token, unusable
+from core.data import (cheapest_order, collect_groups, group_shares, members, per_token,
+                       unusable)
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import collate, evaluate, rollout, rollout_options
+from core.data import collate
+from agent import evaluate, rollout, rollout_options
 from envs.tasks import train_and_held_out
-from core.model import TrainingState, adamw, is_tiny
-from layers import LayerFlags, load_model
+from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged, reference
-from sft import teach_tiny
+from schooling import teach_tiny
 
 
 # ------------------------------------------------------------------------------------- advantages
@@ -71,7 +74,8 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
 
 # A credit function takes B episodes (`agent.Trajectory`: rewards of its turns, group_id, messages,
 # info) and the options of `group_advantages`. It returns the advantages of all turns in one tensor,
-# episode after episode. Turn k is the k-th assistant message after the prompt (extras.adapters.trl.turns_of).
+# episode after episode. Turn k is the k-th assistant message after the prompt
+# (extras.adapters.trl.turns_of).
 def episode_credit(episodes, **options):
     """Give all turns their episode's advantage: outcome supervision (2402.03300 section 4.1.2)."""
     totals = torch.tensor([math.fsum(t.rewards) for t in episodes])  # (B,)
@@ -324,7 +328,11 @@ def settle(config):
         raise UserError("--rollout_ahead needs --sampler: this process's engine plays with the "
                         "weights that the update changes")
     # batch_size decides memory, rounding and what dropout draws; accumulation has to agree with it.
-    check_accumulation(config, config.tasks_per_step * config.group_size)
+    sequences, size = config.tasks_per_step * config.group_size, config.batch_size
+    steps = config.gradient_accumulation_steps
+    if steps and steps * size != sequences:
+        raise UserError(f"a step has {sequences} sequences, but batch_size {size} x "
+                        f"gradient_accumulation_steps {steps} = {steps * size}")
     return config
 
 
@@ -359,39 +367,57 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     return loss, {**metrics, "loss": loss.detach()}
 
 
-def train(config: Config) -> dict:
+def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, config, run):
+    """Return old_logprobs and ref_logprobs, (B, T) each; without a KL penalty None."""
+    old_logprobs, ref_logprobs = sampled_logprobs, None
+    if config.importance_correction:
+        with merged(model):
+            old_logprobs = score(model, token_ids, mask, config.temperature, run)
+    if config.kl_coef:
+        with reference(model, start_policy):
+            ref_logprobs = score(model, token_ids, mask, config.temperature, run)
+    return old_logprobs, ref_logprobs
+
+
+def train(config: Config, collect_groups=collect_groups) -> dict:
     """Sample groups of episodes, compare each with its group, update the policy, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, config.max_samples)
-    run = Run(config, "grpo", envs)  # output folder, resume, signals
+    run = Run(config, "grpo", envs)  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
-    flags = rollout_options(config, run)
-    collect = collector(partial(rollout, model, tokenizer, config.env, **flags), tasks, config, run)
-    test = partial(evaluate, model, tokenizer, config.env, held_out, **flags)
-    total = run.total_steps(len(tasks) / config.tasks_per_step, DEFAULT_STEPS)
-    with run:  # ended early, it saves the last whole step, unless the next one's updates have begun
-        for step in run.steps(total, TrainingState(model, tokenizer, optimizer), test):
+    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
+    test = partial(evaluate, model, tokenizer, config.env, held_out, **play.keywords)
+    if config.rollout_ahead:  # the next step's groups are played while this one is learned from
+        from extras.vllm.ahead import collect_groups
+    total = steps_of(config, len(tasks) / config.tasks_per_step, DEFAULT_STEPS)
+    with run:
+        for step in range(run.load(model, tokenizer, optimizer, total), total):
+            if step % (config.eval_every or total) == 0:
+                run.log_evaluation(step, test())
+            for group in optimizer.param_groups:  # from the rate that it was made with
+                group["lr"] = scheduled(group["initial_lr"], step, run.planned)
+            run.log(learning_rate=optimizer.param_groups[0]["lr"])
+
             # 1. Rollout: group_size episodes of each drawn task.
-            trajectories = collect(step)
-            run.log_episodes(trajectories)
-            if unusable(trajectories):
+            episodes = collect_groups(play, tasks, config, step, run)
+            run.log_episodes(episodes)
+            if unusable(episodes):
+                run.end_step(step)
                 continue
-            batch = cheapest_order(trajectories, config.batch_size)  # all B episodes of the step
+            batch = cheapest_order(episodes, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
 
             # 2. Advantages (B, T): a sampled token gets that of its episode, or of its turn.
             advantages = token_advantages(batch, mask, config.credit, scale=config.scale_rewards)
-            old_logprobs = sampled_logprobs
-            score_by = partial(score, model, token_ids, mask, config.temperature, run)
+            old_logprobs, ref_logprobs = score_policies(
+                model, start_policy, token_ids, mask, sampled_logprobs, config, run)  # (B, T) each
             if cap := config.importance_correction:
-                old_logprobs = score_by(merged(model))  # trainer_logprobs, (B, T)
                 advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap)
                 run.log(**shares)
-            ref_logprobs = score_by(reference(model, start_policy)) if config.kl_coef else None
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
 
             # 3. Update, in micro-batches, through merged weights: they round as the sampler's did.
@@ -409,16 +435,18 @@ def train(config: Config) -> dict:
                         loss.backward()
                         metrics.append(numbers)
                         del logprobs, entropy, loss  # free the graph: the next one needs room
-                run.ranks.add_gradients(model)
-                totals = run.ranks.total(metrics)
+                totals = run.ranks.all_reduce(model, metrics)
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-                run.discard_if_not_finite(batch, totals["loss"], grad_norm)
-                optimizer.step()
+                if math.isfinite(totals["loss"] + grad_norm):
+                    optimizer.step()
+                else:  # it would spoil the weights for good
+                    run.skip(batch, f"loss {totals['loss']}, gradient norm {grad_norm}")
                 optimizer.zero_grad()
                 if update == 0:  # ratio 1 and gap 0, but for rounding, dropout and old episodes
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["gap"])
             run.log(**totals, **group_shares(batch, advantages), grad_norm=grad_norm)
-    return run.finish()
+            run.end_step(step)
+        return run.finish(test())
 
 
 if __name__ == "__main__":

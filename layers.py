@@ -3,9 +3,10 @@
 Delete the folder extras/, one folder in it, or a line below: core's own takes its place, with the
 same signature, and every program runs and learns without that layer.
 """
+import os
 from pathlib import Path
 
-from core.config import episode_bar, terminal
+from core.config import LayerFlags, episode_bar, terminal
 from core.engine import make_engine, sampler_of
 from core.run import Run
 from envs import rewards_of
@@ -13,17 +14,21 @@ from envs.session import sessions
 from lora import load_model
 
 
-class LayerFlags:
-    """The flags of layers: without them none."""
-
-
 def has(layer: str) -> bool:
     """True if the folder of this layer is there. PyPI has a package "extras", too."""
     return Path(__file__).parent.joinpath("extras", layer).is_dir()
 
 
+if has("adapters"):
+    import extras.adapters  # noqa: F401  fills envs.ADAPTERS
+if has("sandbox"):
+    import extras.sandbox  # noqa: F401  fills envs.ENVS and envs.TOOLS
 if has("isolate"):
     from extras.isolate import sessions  # noqa: F811
+if has("data"):
+    import extras.data  # noqa: F401  fills tables of core/data.py and core/config.py
+if has("ranks") and os.environ.get("WORLD_SIZE", "1") != "1":
+    import extras.ranks  # noqa: F401
 if has("rewards"):
     from extras.rewards import rewards_of  # noqa: F811
 if has("serve"):

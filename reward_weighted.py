@@ -26,8 +26,10 @@ from functools import partial
 from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                         imitation_learning_rate, options_for, UserError, main)
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
+                         imitation_learning_rate, main, options_for)
+from envs.tasks import RolloutFlags
 from core.run import Run
 from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
                        shift_and_scale, shuffled_batches, tasks_of, turn_index, unusable,
@@ -37,14 +39,14 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import Trajectory, collate, evaluate, rollout, rollout_options
-from extras.data.demonstrations import read_trajectories
+from agent import Trajectory, evaluate, rollout, rollout_options
+from core.data import collate
+from schooling import read_trajectories
 from envs.tasks import drop_seen, recorded_env, train_and_held_out
-from core.model import TrainingState, adamw, is_tiny
-from layers import LayerFlags, load_model
+from core.model import adamw, is_tiny, scheduled
 from core.logprobs import token_logprobs
 from lora import merged
-from sft import teach_tiny
+from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
 # fit, which are faster.
@@ -334,7 +336,7 @@ def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, 0 if config.trajectories else config.max_samples)
-    run = Run(config, "reward_weighted", envs)  # output folder, resume
+    run = Run(config, "reward_weighted", envs)  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
@@ -347,11 +349,19 @@ def train(config: Config) -> dict:
                       beta2=0.999)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
+    total = config.max_steps
     with run:
-        for step in run.steps(config.max_steps, TrainingState(model, tokenizer, optimizer), test):
+        for step in range(run.load(model, tokenizer, optimizer, total), total):
+            if step % (config.eval_every or total) == 0:
+                run.log_evaluation(step, test())
+            for group in optimizer.param_groups:  # from the rate that it was made with
+                group["lr"] = scheduled(group["initial_lr"], step, run.planned)
+            run.log(learning_rate=optimizer.param_groups[0]["lr"])
+
             # 1. Episodes: group_size of each task, played by the policy as it is; or the file's.
             episodes = data or collect(play, tasks, config, step, run)
             if not episodes:
+                run.end_step(step)
                 continue
 
             # 2. Targets: each token's log-probability is multiplied by the weight of its turn.
@@ -365,7 +375,7 @@ def train(config: Config) -> dict:
             for update, (batch, weights) in enumerate(updates):
                 token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
                 w = token_weights(weights, loss_mask)  # (B, T)
-                loss_sum = 0.0
+                metrics = []
                 # The adapter is merged as in the rollout, so that both round alike.
                 with merged(model):
                     for rows in run.micro_batches(len(batch), step, update):
@@ -373,18 +383,21 @@ def train(config: Config) -> dict:
                                                      config.temperature)  # (b, T)
                         loss = reward_weighted_loss(logprobs, w[rows], w.sum())
                         loss.backward()
-                        loss_sum += loss.item()
+                        metrics.append({"loss": loss.detach()})
                         del logprobs, loss  # free the graph: the next one needs room
-                run.ranks.add_gradients(model)
-                losses.append(sum(run.ranks.gather(loss_sum)))
+                totals = run.ranks.all_reduce(model, metrics)
+                losses.append(totals["loss"])
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
                 grad_norms.append(grad_norm)
-                run.discard_if_not_finite(batch, losses[-1], grad_norm)
-                optimizer.step()
+                if math.isfinite(totals["loss"] + grad_norm):
+                    optimizer.step()
+                else:  # it would spoil the weights for good
+                    run.skip(batch, f"loss {totals['loss']}, gradient norm {grad_norm}")
                 optimizer.zero_grad()
             if updates:
                 run.log(updates=len(updates), loss=fmean(losses), grad_norm=fmean(grad_norms))
-    return run.finish()
+            run.end_step(step)
+        return run.finish(test())
 
 
 if __name__ == "__main__":

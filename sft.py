@@ -3,8 +3,8 @@
     sft_loss  -log pi(token | tokens before it), a mean over the demonstrator's tokens
     train     AdamW over shuffled epochs; loss and success on held-out data
 
-Demonstrations (extras/data/imitation.py) are episodes of an environment's scripted expert, or what a
-file holds: conversations (--dataset) or recorded episodes (--trajectories).
+Demonstrations are episodes of an environment's scripted expert, or what a file holds: recorded
+episodes (--trajectories) or conversations (--dataset, extras/data).
 
 Only assistant tokens and their end-of-turn token are trained: prompts, templates and tool results
 are context. The other algorithms train through merged weights, so that an update rounds as the
@@ -20,37 +20,35 @@ rollout did; here there is no rollout, and the adapter stays beside the weights.
 
 Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 """
-import io
-from contextlib import redirect_stdout
+import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import attrgetter
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (EnvironmentFlags, ModelFlags, RunFlags, TrainingFlags, auto, fill, flag,
-                         imitation_learning_rate, options_for, main)
+from envs.tasks import EnvironmentFlags
+from layers import LayerFlags, load_model
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
+                         imitation_learning_rate, main, options_for)
 from core.run import Run
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from agent import collate, evaluate, rollout_options
-from extras.data.imitation import demonstrations, evaluation_tasks, read_dataset
-from envs.tasks import with_env
-from core.data import batches_of_like_length
-from core.model import TrainingState, adamw, is_tiny
-from layers import LayerFlags, load_model
-from lora import merge
+from core.data import (batches_of_like_length, collate, is_held_out, print_dropped, prompt_of,
+                       shuffled, tasks_of, unseen)
+from agent import evaluate, rollout_options
+from envs.tasks import drop_seen, tasks_for, with_env
+from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import token_logprobs
+from schooling import play_expert, read_trajectories
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,
         "dtype": "float32"}
 
-# How the tiny model is taught before another algorithm starts from it: by demonstrations in which
-# most actions are wrong, but numbers are copied correctly. Which action to choose is left to learn.
-TINY_SFT = {"max_samples": 1400, "expert_noise": 0.6, "max_turns": 6, "max_steps": 300,
-            "batch_size": 16}
+HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
 
 @dataclass(kw_only=True)
@@ -97,6 +95,110 @@ def sft_loss(logprobs, loss_mask, num_tokens):
     return -(logprobs * loss_mask).sum() / num_tokens
 
 
+# --------------------------------------------------------------------------- what is learned from
+def read_dataset(config) -> tuple[list, list]:
+    """Return the conversations of --dataset to learn from and the held-out ones; [], [] without it.
+
+    No model is needed, so that a bad row is refused before one is loaded.
+    """
+    if not config.dataset:
+        return [], []
+    from extras.data.demonstrations import content_of, read_demonstrations
+    read = partial(read_demonstrations, config=config)
+    learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
+    # Rows with an id of their own may say the same.
+    return learned, unseen(held_out, learned, content_of)
+
+
+def demonstrations(config, conversations, model, tokenizer):
+    """Return the episodes to imitate and the held-out ones.
+
+    They are recorded (--trajectories), the conversations of `read_dataset`, or played by the
+    environment's scripted expert. Those longer than max_tokens are dropped and counted.
+    """
+    if config.trajectories:
+        learned, held_out = read_recorded(config, model, tokenizer)
+    elif config.dataset:
+        from extras.data.demonstrations import Encoder, count_control_tokens
+        learned, held_out = conversations
+        count_control_tokens(learned, tokenizer)
+        encode = Encoder(tokenizer, config)
+        learned, held_out = list(map(encode, learned)), list(map(encode, held_out))
+    else:
+        play = partial(play_expert, config, tokenizer, noise=config.expert_noise,
+                       limits=envs.limits_of(config))
+        learned = play("train", config.max_samples)
+        held_out = play("test", HELD_OUT, seen=tasks_of(learned))
+        solved = sum(t.info["success"] for t in learned)
+        print(f"of {len(learned)} tasks the expert solves {solved}")
+    learned = drop_long(learned, config.max_tokens)
+    held_out = drop_long(held_out, config.max_tokens)
+    source = config.trajectories or config.dataset or config.tasks or config.env
+    if not learned:
+        condition = "" if config.min_reward is None else f"of reward {config.min_reward} or more "
+        raise UserError(f"no episodes to imitate: {source:.200} has none {condition}within "
+                        f"{config.max_tokens} tokens")
+    print(f"{source:.200}: {len(learned)} demonstrations to learn from, {len(held_out)} held out")
+    return learned, held_out
+
+
+def read_recorded(config, model, tokenizer):
+    """Return the episodes of --trajectories of at least --min_reward, and the held-out ones."""
+    def read(path):
+        episodes = read_trajectories(path, model, tokenizer)
+        floor = -math.inf if config.min_reward is None else config.min_reward
+        # In floating point 0.6 + 0.3 + 0.1 is below 1.
+        return [t for t in episodes if 1 in t.loss_mask and t.reward >= floor - 1e-9]
+
+    def task(t):
+        return [t.info.get("task"), prompt_of(t)]
+
+    return read_split(read, config.trajectories, task, config)
+
+
+def read_split(read, path, content, config):
+    """Return at most max_samples items to learn from and HELD_OUT others, in random order.
+
+    No content is in both. Held out are the items of --eval_dataset, or a tenth by hash.
+
+    Args:
+        read: a function that returns the items of a file.
+        path: the file to learn from.
+        content: a function that returns what identifies an item, as a JSON value.
+        config: its eval_dataset, max_samples and seed are read.
+    """
+    items = read(path)
+    if config.eval_dataset:
+        learned, held_out = items, unseen(read(config.eval_dataset), items, content)
+    else:
+        held_out = [item for item in items if is_held_out(content(item))]
+        learned = [item for item in items if not is_held_out(content(item))]
+        if not learned:
+            # One or two rows may all be in that tenth.
+            learned, held_out = held_out, []
+    held_out = shuffled(held_out, config.seed)[:HELD_OUT]
+    drawn = shuffled(learned, config.seed)[:config.max_samples]
+    print_dropped(learned, drawn, "demonstrations are not learned from: --max_samples")
+    return drawn, held_out
+
+
+def drop_long(episodes, max_tokens):
+    """Return the episodes of at most max_tokens tokens, and print how many were dropped."""
+    short = [t for t in episodes if len(t.token_ids) <= max_tokens]
+    print_dropped(episodes, short, f"episodes exceed {max_tokens} tokens: dropped")
+    return short
+
+
+def evaluation_tasks(config, learned) -> list[dict]:
+    """Return the tasks to evaluate on, without those of the training data.
+
+    There are none without an environment or with --eval_tasks 0. Where other data is learned from,
+    they are all rows of --tasks.
+    """
+    files = (None, config.tasks) if config.dataset or config.trajectories else None
+    return drop_seen(tasks_for(config, "test", config.eval_tasks, files), tasks_of(learned))
+
+
 # ---------------------------------------------------------------------------------------- held out
 @torch.no_grad()
 def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
@@ -123,7 +225,7 @@ def train(config: Config) -> dict:
     """Imitate demonstrations: make every token that the demonstrator wrote more likely."""
     config = settle(config)
     conversations = read_dataset(config)  # first, so that a bad row is refused at once
-    run = Run(config, "sft", envs)  # output folder, resume, signals
+    run = Run(config, "sft", envs)  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
@@ -134,10 +236,16 @@ def train(config: Config) -> dict:
     batches = lru_cache(1)(partial(batches_of_like_length, learned, per_step, config.seed))
     steps_per_epoch = len(batches(0))
     test = partial(evaluate_held_out, model, tokenizer, held_out, tasks, config, run)
+    total = steps_of(config, steps_per_epoch)
     with run:
-        state = TrainingState(model, tokenizer, optimizer)
-        total = run.total_steps(steps_per_epoch)
-        for step in run.steps(total, state, test, evaluate_before=config.model_path != "tiny"):
+        for step in range(run.load(model, tokenizer, optimizer, total), total):
+            is_born = step == 0 and config.model_path == "tiny"  # random weights
+            if step % (config.eval_every or total) == 0 and not is_born:
+                run.log_evaluation(step, test())
+            for group in optimizer.param_groups:  # from the rate that it was made with
+                group["lr"] = scheduled(group["initial_lr"], step, run.planned)
+            run.log(learning_rate=optimizer.param_groups[0]["lr"])
+
             # 1. Episodes: the next demonstrations of the epoch.
             epoch, place = divmod(step, steps_per_epoch)
             batch = batches(epoch)[place]
@@ -148,59 +256,25 @@ def train(config: Config) -> dict:
 
             # 3. Update. The losses of the micro-batches add up to the loss of the step.
             model.train()
-            loss_sum = 0.0
+            metrics = []
             for rows in run.micro_batches(len(batch), step):
                 logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows])  # (b, T)
                 loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
                 loss.backward()
-                loss_sum += loss.item()
+                metrics.append({"loss": loss.detach()})
                 del logprobs, loss  # free the graph: the next one needs room
-            run.ranks.add_gradients(model)
-            loss_sum = sum(run.ranks.gather(loss_sum))
+            totals = run.ranks.all_reduce(model, metrics)
             grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-            run.discard_if_not_finite(batch, loss_sum, grad_norm)
-            optimizer.step()
+            if math.isfinite(totals["loss"] + grad_norm):
+                optimizer.step()
+            else:  # it would spoil the weights for good
+                run.skip(batch, f"loss {totals['loss']}, gradient norm {grad_norm}")
             optimizer.zero_grad()
-            run.log(loss=loss_sum, grad_norm=grad_norm, tokens=num_tokens)
-    return run.finish("grpo.py" if config.env else "agent.py",
-                      held_out_loss=run.after.get("loss"))
-
-
-def teach_tiny(config, run, plays=True) -> str:
-    """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
-
-    The folder is `base/` in the output folder, which the run's adapters point to, or where the
-    config names another model, that one. The SFT is a run of its own, in `schooling/`.
-
-    Args:
-        config, run: of the algorithm that starts from the tiny model. Every process takes part.
-        plays: False if the algorithm only evaluates on its tasks, which are then not taught.
-    """
-    if config.model_path != "tiny":
-        return config.model_path
-    run.begin()
-    base = run.folder / "base"
-    # The folder gets its name when it is whole.
-    if run.ranks.first(base.exists):
-        return str(base)
-    envs.need_expert(config.env or "equations")
-    print(f"tiny model: made in {base}; {TINY_SFT['max_steps']} SFT steps on noisy demonstrations "
-          "teach it the format")
-    folder = run.folder / "schooling"
-    tasks = config.tasks if plays else None
-    # Without an evaluation the run holds no row out, and the schooling need not either.
-    held_out = config.eval_dataset or (None if config.eval_tasks else tasks)
-    schooling = Config(output_dir=str(folder), env=config.env or "equations", seed=config.seed,
-                       tasks=tasks, eval_dataset=held_out, eval_tasks=0, fields=config.fields,
-                       env_options=config.env_options, unsafe_code=config.unsafe_code,
-                       rewards=config.rewards, resume=folder.exists(), **TINY_SFT)
-    # The schooling shows its bar alone, not what it says nor transformers' bars.
-    from transformers.utils.logging import disable_progress_bar
-    disable_progress_bar()
-    with redirect_stdout(io.StringIO()):
-        train(schooling)
-        run.ranks.first(lambda: merge(schooling.output_dir, str(base)))
-    return str(base)
+            run.log(**totals, grad_norm=grad_norm, tokens=num_tokens)
+            run.end_step(step)
+        after = test()
+        next_program = "grpo.py" if config.env else "agent.py"
+        return run.finish(after, next_program, held_out_loss=after.get("loss"))
 
 
 if __name__ == "__main__":

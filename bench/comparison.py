@@ -20,8 +20,8 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from core.data import json_rows, transcript
-from core.config import UserError, printable, read_yaml, reading, whole
+from core.data import json_rows, transcript, whole
+from core.config import UserError, printable, read_yaml, reading
 from extras.exact.files import replace_file  # noqa: E402
 from core.config import CONFIG  # noqa: E402
 from extras.exact.output_folder import EPISODES

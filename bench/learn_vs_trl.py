@@ -237,7 +237,8 @@ def our_gradient(model, tokenizer, config):
     from core.data import draw_tasks
     from envs.tasks import load_tasks
     import grpo
-    from agent import collate, rollout, rollout_options
+    from core.data import collate
+    from agent import rollout, rollout_options
     from core.logprobs import token_logprobs
     from lora import merged, reference
     config = grpo.settle(config)

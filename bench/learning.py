@@ -33,11 +33,11 @@ def taught_base(out) -> str:
     if base.exists():
         return str(base)
     import grpo
-    import sft
+    from schooling import teach_tiny
     from core.distributed import join
     config = grpo.Config(output_dir=str(out))
     run = SimpleNamespace(folder=Path(out), ranks=join(), begin=lambda: None)
-    return sft.teach_tiny(config, run)
+    return teach_tiny(config, run)
 
 
 def exam(model, tokenizer, tasks=TASKS) -> dict:

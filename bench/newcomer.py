@@ -25,16 +25,16 @@ SEEDS, RESULTS = (0, 1, 2), os.path.join(ROOT, "bench", "results")
 SHUFFLED = """
 import random, sys
 import grpo
-from core import groups
+from core import data
 from core.config import main
-whole = groups.shift_and_scale
+whole = data.shift_and_scale
 def shuffled(trajectories, scaling, bias):
     whole(trajectories, scaling, bias)
     paid = [t.reward for t in trajectories]
     random.Random(repr(paid)).shuffle(paid)
     for t, reward in zip(trajectories, paid):
         t.rewards, t.reward = [0.0] * (len(t.rewards) - 1) + [reward], reward
-groups.shift_and_scale = shuffled
+data.shift_and_scale = shuffled
 main(grpo.Config, grpo.train, "")
 """
 
@@ -67,11 +67,14 @@ def curve(folder, name="success"):
 def sft_alone(folder, base, seed, seconds):
     """SFT on the start's demonstrations for `seconds` of two threads, at the better of two learning rates."""
     sys.path.insert(0, ROOT)
-    from sft import TINY_SFT
-    with open(os.path.join(os.path.dirname(base), "schooling", "timing.jsonl")) as file:
+    from schooling import TINY_SFT
+    words = [word for name, value in TINY_SFT.items() if name not in ("max_steps", "learning_rate")
+             for word in (f"--{name}", value)]
+    trial = f"{folder}_trial"
+    run("sft.py", trial, "--model_path", base, "--seed", seed, *words, "--max_steps", 40, OMP_NUM_THREADS="1")
+    with open(os.path.join(trial, "timing.jsonl")) as file:
         step_seconds = sorted(json.loads(line)["seconds"] for line in file)
     steps = int(seconds / step_seconds[len(step_seconds) // 2])
-    words = [word for name, value in TINY_SFT.items() if name != "max_steps" for word in (f"--{name}", value)]
     rows = {}
     for rate in ("3e-4", "1e-3"):
         trained = f"{folder}_{rate}"

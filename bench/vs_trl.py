@@ -163,7 +163,8 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     """
     import torch
 
-    from agent import Trajectory, collate
+    from agent import Trajectory
+    from core.data import collate
     from grpo import Config, Counts, group_advantages, total_loss
     from bench.completions import generate
     from core.data import cheapest_order

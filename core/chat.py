@@ -14,7 +14,8 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from core.config import first_line, say_once, whole
+from core.config import first_line, say_once
+from core.data import whole
 from core.tool_calls import parse_tool_calls
 
 # Words that no template contains. Where they come out tells what a template does with a text.

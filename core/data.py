@@ -2,54 +2,72 @@
 
 Every failure to read a file becomes one line, `FILE:LINE: what is wrong`.
 """
-import importlib
 import json
 import math
 import os
 import re
+import unicodedata
 import zlib
 from collections import Counter, defaultdict
-from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from core.config import (MIXTURES, TABLES, UserError, lines_of, mix, printable, read_text, reading,
-                         say_once, whole)
+from core.config import UserError, mix, printable, reading, say_once
 
-WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
-AHEAD = "extras.vllm.ahead"  # which only --rollout_ahead imports
+WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
+# What a row with such a column is, and how its file is given.
+ROW_KINDS = {
+    "token_ids": "a recorded episode is given with --trajectories",
+    "chosen": "a pair is given to dpo.py with --dataset",
+    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
+                    "a conversation is given to sft.py with --dataset"),
+}
 
 
-# --------------------------------------------------------------------------------------- JSON
-def _unique(pairs):
-    unique = {}
-    for key, value in pairs:
-        if key in unique:
-            raise ValueError(f'key "{key}" twice')
-        unique[key] = value
-    return unique
+# ------------------------------------------------------------------------------------------- files
+def lines_of(path):
+    """Yield (line number, text) for every line of a UTF-8 file. Only newlines end a line."""
+    with reading(path), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            with reading(path, number):
+                # Spreadsheets begin a file with a byte order mark.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            yield number, text
 
 
-def _finite(text):
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number")
-    return number
+def read_text(path):
+    """Return the text of a UTF-8 file."""
+    return "".join(text for _, text in lines_of(path))
 
 
-def parse_object(text: str, as_dict=_unique) -> dict:
+def parse_object(text: str, as_dict=None) -> dict:
     """Return the JSON object that the text holds; `as_dict` makes objects of pairs.
 
     Raises ValueError for what Python's reader lets through: NaN, infinity, a key given twice.
     """
-    value = json.loads(text, object_pairs_hook=as_dict, parse_float=_finite, parse_constant=_finite)
+    value = json.loads(text, object_pairs_hook=as_dict or _unique, parse_float=_finite,
+                       parse_constant=_finite)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
+
+
+def _unique(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f'key "{key}" twice')
+    return unique
+
+
+def _finite(text):
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return number
 
 
 def read_json(path) -> dict:
@@ -58,67 +76,9 @@ def read_json(path) -> dict:
         return parse_object(read_text(path))
 
 
-# --------------------------------------------------------------------------------------- rows
-def data_sources(text: str | None) -> list[tuple[str, float | None]]:
-    """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
-
-    A list of rows is one source, and so is a file with a comma in its name.
-    """
-    if not text:
-        return []
-    if text.startswith("[") or os.path.exists(text):
-        return [(text, None)]
-    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
-    return [(match[1], match[2] and float(match[2])) for match in matches]
-
-
-def read_rows(path: str):
-    """Yield (line number, row) of a file or another source. No rows are an error.
-
-    The cells of a .csv file are text. Reading .parquet needs pyarrow, hub:owner/name datasets.
-    """
-    number = None
-    for number, row in importlib.import_module(TABLES).reader_of(path)(path):
-        yield number, row
-    if number is None:
-        raise UserError(f"{path}: no rows")
-
-
-def json_rows(path, wanted=None, is_log=False):
-    """Yield (line number, row) of a .jsonl file, or only of its `wanted` lines.
-
-    Of a log a last line is left out that was cut when the run was killed.
-    """
-    for number, text in lines_of(path):
-        if not text.strip() or (wanted is not None and number not in wanted):
-            continue
-        try:
-            with reading(path, number):
-                if text.startswith("["):
-                    raise ValueError("a JSON list; write one object per line, or name the "
-                                     "file .json")
-                row = parse_object(text)
-        except UserError:
-            if is_log and not text.endswith("\n"):
-                return
-            raise
-        yield number, row
-
-
-# --------------------------------------------------------------------------------------- messages
-def as_messages(value, name: str, role: str | None = None) -> list[dict]:
-    """Return a field's messages as a list. With a role it may also be one message, or its text."""
-    tables = importlib.import_module(TABLES)
-    if isinstance(value, str):
-        value = tables.messages_of(value)
-    if role and isinstance(value, str):
-        value = {"role": role, "content": value}
-    if role and isinstance(value, dict):
-        value = [value]
-    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return list(map(tables.with_our_names, value))
-    kind = "text or a list" if role else "a list"
-    raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
+def whole(text: str) -> str:
+    """Replace lone surrogates, which no tokenizer and no UTF-8 file takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def finite(value):
@@ -141,14 +101,74 @@ def to_json(value, indent=None):
     return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
 
 
-# ---------------------------------------------------------------------------- rows of any file
-# What a row with such a column is, and how its file is given.
-KINDS = {
-    "token_ids": "a recorded episode is given with --trajectories",
-    "chosen": "a pair is given to dpo.py with --dataset",
-    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
-                    "a conversation is given to sft.py with --dataset"),
-}
+# -------------------------------------------------------------------------------------------- rows
+def json_rows(path, wanted=None, is_log=False):
+    """Yield (line number, row) of a .jsonl file, or only of its `wanted` lines.
+
+    Of a log a last line is left out that was cut when the run was killed.
+    """
+    for number, text in lines_of(path):
+        if not text.strip() or (wanted is not None and number not in wanted):
+            continue
+        try:
+            with reading(path, number):
+                if text.startswith("["):
+                    raise ValueError("a JSON list; write one object per line, or name the "
+                                     "file .json")
+                row = parse_object(text)
+        except UserError:
+            if is_log and not text.endswith("\n"):
+                return
+            raise
+        yield number, row
+
+
+def read_rows(source: str):
+    """Yield (line number, row) of a source with the reader of READERS. No rows are an error."""
+    for kind, read in READERS.items():
+        # Windows programs write X.CSV.
+        if source.startswith(kind) or source.lower().endswith(kind):
+            break
+    else:
+        raise UserError(f"{source:.200}: .jsonl is read here; another type needs extras/data, "
+                        "which is not here")
+    number = None
+    for number, row in read(source):
+        yield number, row
+    if number is None:
+        raise UserError(f"{source}: no rows")
+
+
+def data_sources(text: str | None) -> list[tuple[str, float | None]]:
+    """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
+
+    A list of rows is one source, and so is a file with a comma in its name.
+    """
+    if not text:
+        return []
+    if text.startswith("[") or os.path.exists(text):
+        return [(text, None)]
+    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
+    return [(match[1], match[2] and float(match[2])) for match in matches]
+
+
+def rows_of(sources, fields, seed):
+    """Yield (place, row) of all rows of [(source, weight)]. A place is "FILE:LINE"."""
+    if fields or any(weight for _, weight in sources):
+        raise UserError("--fields and mixtures need extras/data, which is not here")
+    for source, _ in sources:
+        for line, row in read_rows(source):
+            yield f"{source}:{line}", row
+
+
+# Optional layers fill these: {end or beginning of a source: its reader}, `rows_of` in more forms,
+# of which the last is used, and functions that give the messages of other forms our names.
+READERS, MIXERS, MESSAGE_FORMS = {".jsonl": json_rows}, [rows_of], []
+
+
+def read_data(data: str, fields: str | None = None, seed: int = 0):
+    """Yield (place, row) of every row of a data set, the value of a flag. Raises UserError."""
+    yield from MIXERS[-1](data_sources(data), fields, seed)
 
 
 def set_aside(path):
@@ -163,9 +183,9 @@ def set_aside(path):
 def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
     """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
 
-    `place` is "FILE:LINE". A ValueError of `convert` becomes a UserError that names it.
+    A ValueError of `convert` becomes a UserError that names the place.
     """
-    for place, row in importlib.import_module(MIXTURES).read_data(data, fields, seed):
+    for place, row in read_data(data, fields, seed):
         with reading(place):
             item = convert(row, place)
         yield item
@@ -179,13 +199,37 @@ def need(row: dict, *fields: str, otherwise: str = ""):
     columns = ", ".join(row)
     for name in fields:
         if row.get(name) is None:
-            wanted = {None, *map(KINDS.get, fields)}
-            kinds = [kind for kind in map(KINDS.get, row) if kind not in wanted]
+            wanted = {None, *map(ROW_KINDS.get, fields)}
+            kinds = [kind for kind in map(ROW_KINDS.get, row) if kind not in wanted]
             if kinds:
                 raise ValueError(f"{kinds[0]}; the row has: {columns}")
             hint = otherwise and f"; {otherwise}"
             wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
             raise ValueError(f"{wrong}; has: {columns}{hint}")
+
+
+def as_messages(value, name: str, role: str | None = None) -> list[dict]:
+    """Return a field's messages as a list. With a role it may also be one message, or its text."""
+    for our_form in MESSAGE_FORMS:
+        value = our_form(value)
+    if role and isinstance(value, str):
+        value = {"role": role, "content": value}
+    if role and isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
+        return value
+    kind = "text or a list" if role else "a list"
+    raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
+
+
+def json_of(content) -> str:
+    """Return the JSON by which two contents are compared."""
+    return json.dumps(finite(content), sort_keys=True)
+
+
+def split_of(text: str) -> str:
+    """Return "test" for a tenth of all texts, by their hash, else "train": none changes sides."""
+    return "train" if zlib.crc32(text.encode()) % 10 else "test"
 
 
 def is_held_out(content) -> bool:
@@ -204,8 +248,10 @@ def unseen(held_out: list, training: list, content) -> list:
     return kept
 
 
-def json_of(content) -> str:
-    return json.dumps(finite(content), sort_keys=True)
+def print_dropped(items: list, kept: list, words: str):
+    """Print how many of the items were not kept. `words` say what they are, and why."""
+    if len(kept) < len(items):
+        print(f"{len(items) - len(kept)} of {len(items)} {words}")
 
 
 def shuffled(items, seed, part=slice(None)):
@@ -213,11 +259,7 @@ def shuffled(items, seed, part=slice(None)):
     return [items[i] for i in np.random.default_rng(seed).permutation(len(items))[part]]
 
 
-def split_of(text: str) -> str:
-    """Return "test" for a tenth of all texts, by their hash, else "train": none changes sides."""
-    return "train" if zlib.crc32(text.encode()) % 10 else "test"
-
-
+# ------------------------------------------------------------------------------------------ groups
 def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: int) -> list[dict]:
     """Return the candidates number `first` to `first + n - 1` of a step, a function of the seed.
 
@@ -234,13 +276,13 @@ def draw_tasks(tasks, seed: int, step: int, tasks_per_step: int, first: int, n: 
     return drawn
 
 
-# ------------------------------------------------------------------------------------------ groups
-def collector(play, tasks, config, run):
-    """Return the function that takes a step's number and returns its episodes."""
-    if config.rollout_ahead:
-        collect = partial(collect_groups, tasks=tasks, config=config)
-        return importlib.import_module(AHEAD).Ahead(collect, play, run)
-    return partial(collect_groups, play, tasks, config, run=run)
+def members(ids) -> list[list[int]]:
+    """Return the indices of each id, in the order of their first appearance."""
+    indices = defaultdict(list)
+    # The elements of a tensor are hashed by identity: each would be alone in its group.
+    for i, name in enumerate(ids.tolist() if hasattr(ids, "tolist") else ids):
+        indices[name].append(i)
+    return list(indices.values())
 
 
 def collect_groups(play, tasks, config, step, run):
@@ -277,6 +319,29 @@ def collect_groups(play, tasks, config, step, run):
     return kept
 
 
+def played_shares(trajectories: list) -> dict:
+    """Return shares of all that a step played, of faults and groups that are dropped, too."""
+    n = max(len(trajectories), 1)
+    return {"played_success": sum(t.info["success"] for t in trajectories) / n,
+            "errors": sum(t.stop_reason == "error" for t in trajectories) / n}
+
+
+def without_faults(trajectories: list) -> list:
+    """Return the episodes that have a valid reward: those whose environment did not fail."""
+    return [t for t in trajectories if t.stop_reason != "error"]
+
+
+def shift_and_scale(trajectories: list, config):
+    """Set reward = (reward - bias) x scaling, for training and its logs. Turns share the bias.
+
+    The "reward" of a tool's message stays what the environment paid for that call.
+    """
+    bias, scaling = config.reward_bias, config.reward_scaling
+    for t in trajectories:
+        t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
+        t.reward = (t.reward - bias) * scaling
+
+
 def group_shares(batch, advantages):
     """Return the shares of a step's groups that all succeed, all fail, differ, or teach nothing."""
     groups = members([t.group_id for t in batch])
@@ -292,23 +357,13 @@ def group_shares(batch, advantages):
 
 
 # ---------------------------------------------------------------------------------------- episodes
-def members(ids) -> list[list[int]]:
-    """Return the indices of each id, in the order of their first appearance."""
-    indices = defaultdict(list)
-    # The elements of a tensor are hashed by identity: each would be alone in its group.
-    for i, name in enumerate(ids.tolist() if hasattr(ids, "tolist") else ids):
-        indices[name].append(i)
-    return list(indices.values())
-
-
 def message_lines(messages: list[dict]) -> list[str]:
     """Return messages as lines. Results follow their turn; those in a prompt have no reward."""
-    lines = []
-    calls = []
+    lines, calls = [], []
     for message in messages:
         if message["role"] == "tool":
             is_read = calls and message.get("name") != ""
-            call = call_text(calls.pop(0)) if is_read else "unreadable call"
+            call = _call_text(calls.pop(0)) if is_read else "unreadable call"
             lines.append(f"{call} -> {message['content']}   {round(message.get('reward', 0), 3):+}")
             continue
         calls = list(message.get("tool_calls") or [])
@@ -317,7 +372,7 @@ def message_lines(messages: list[dict]) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def call_text(call: dict) -> str:
+def _call_text(call: dict) -> str:
     """Return a tool call as Python would write it, add_terms(terms="1")."""
     arguments = [f"{name}={json.dumps(value, ensure_ascii=False)}"
                  for name, value in call["arguments"].items()]
@@ -351,9 +406,53 @@ def problem(episode: dict) -> str | None:
         return "loss_mask[0] is 1, but nothing precedes the first token"
     numbers = [*episode["logprobs"], episode["reward"], *episode["rewards"],
                *episode["reward_parts"].values()]
-    if not all(map(is_finite, numbers)):
-        return "logprobs and rewards must be finite numbers"
-    return None
+    return None if all(map(is_finite, numbers)) else "logprobs and rewards must be finite numbers"
+
+
+def is_finite(number) -> bool:
+    """True for a number that arithmetic does not overflow, False for NaN and infinity."""
+    return type(number) in (int, float) and -1e300 < number < 1e300
+
+
+def read_episodes(path: str, from_json, model=None, tokenizer=None) -> list:
+    """Return from_json(row) of a trajectories.jsonl, but for episodes whose environment failed.
+
+    With a model and its tokenizer, episodes of another model are refused.
+    """
+    def episode(row, _):
+        need(row, "token_ids", otherwise="conversations and pairs are given with --dataset, tasks "
+                                         "with --tasks")
+        t = from_json(row)
+        if model:
+            check_tokens(t, model, tokenizer)
+        return t
+
+    return without_faults(read_as(path, episode))
+
+
+def check_tokens(t, model, tokenizer):
+    """Raise ValueError if an episode was recorded with another model's tokenizer.
+
+    Then a token id is outside of the vocabulary, or the tokens do not spell the first question.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if max(t.token_ids) >= vocabulary:
+        raise ValueError(f"token id {max(t.token_ids)} is not in this model's vocabulary of "
+                         f"{vocabulary}: another model's episode")
+    questions = [str(m.get("content")) for m in t.messages if m.get("role") == "user"]
+    if questions and _squeezed(questions[0]) not in _squeezed(tokenizer.decode(t.token_ids)):
+        raise ValueError("the tokens do not spell the episode's messages: another model's episode")
+
+
+def _squeezed(text: str) -> str:
+    """Return the text without what tokenizers may lose: white space, Unicode's compatible forms."""
+    return unicodedata.normalize("NFKC", "".join(text.split()))
+
+
+def tasks_of(episodes) -> list[dict]:
+    """Return the tasks that episodes recorded."""
+    tasks = [t.info.get("task") for t in episodes]
+    return [task for task in tasks if isinstance(task, dict)]
 
 
 def unusable(episodes: list) -> str | None:
@@ -364,11 +463,6 @@ def unusable(episodes: list) -> str | None:
         if not math.isfinite(t.reward):
             return t.info.get("not_finite", f"reward {t.reward}")
     return None
-
-
-def is_finite(number) -> bool:
-    """True for a number that arithmetic does not overflow, False for NaN and infinity."""
-    return type(number) in (int, float) and -1e300 < number < 1e300
 
 
 def summarise(trajectories: list) -> dict:
@@ -449,41 +543,6 @@ def without_too_long(trajectories: list, limits, or_raise: bool = True) -> list:
     return kept
 
 
-def print_dropped(items: list, kept: list, words: str):
-    """Print how many of the items were not kept. `words` say what they are, and why."""
-    if len(kept) < len(items):
-        print(f"{len(items) - len(kept)} of {len(items)} {words}")
-
-
-def played_shares(trajectories: list) -> dict:
-    """Return shares of all that a step played, of faults and groups that are dropped, too."""
-    n = max(len(trajectories), 1)
-    return {"played_success": sum(t.info["success"] for t in trajectories) / n,
-            "errors": sum(t.stop_reason == "error" for t in trajectories) / n}
-
-
-def without_faults(trajectories: list) -> list:
-    """Return the episodes that have a valid reward: those whose environment did not fail."""
-    return [t for t in trajectories if t.stop_reason != "error"]
-
-
-def shift_and_scale(trajectories: list, config):
-    """Set reward = (reward - bias) x scaling, for training and its logs. Turns share the bias.
-
-    The "reward" of a tool's message stays what the environment paid for that call.
-    """
-    bias, scaling = config.reward_bias, config.reward_scaling
-    for t in trajectories:
-        t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
-        t.reward = (t.reward - bias) * scaling
-
-
-def tasks_of(episodes) -> list[dict]:
-    """Return the tasks that episodes recorded."""
-    tasks = [t.info.get("task") for t in episodes]
-    return [task for task in tasks if isinstance(task, dict)]
-
-
 # ----------------------------------------------------------------------------------------- batches
 def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
     """Return one pass over the items in random order, in batches of at most `size`."""
@@ -538,6 +597,15 @@ def prompt_of(trajectory) -> list[int]:
     if 1 not in trajectory.loss_mask:
         return trajectory.token_ids
     return trajectory.token_ids[:trajectory.loss_mask.index(1)]
+
+
+def collate(trajectories: list, device="cpu"):
+    """Return token_ids, loss_mask and logprobs as right-padded (B, T) tensors. Pads are masked."""
+    def pad(name, dtype=torch.long):
+        rows = [torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]
+        return pad_sequence(rows, batch_first=True).to(device)  # (B, T)
+
+    return pad("token_ids"), pad("loss_mask"), pad("logprobs", torch.float32)
 
 
 def turn_index(mask):

@@ -49,6 +49,11 @@ class OneProcess:
     def add_gradients(self, model):
         pass
 
+    def all_reduce(self, model, metrics: list[dict]) -> dict:
+        """Make p.grad the sum of all ranks' gradients, and return the sums of their metrics."""
+        self.add_gradients(model)
+        return self.total(metrics)
+
     def check_alike(self, weights):
         pass
 

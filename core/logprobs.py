@@ -68,17 +68,16 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
 
 
 @torch.no_grad()
-def score(model, token_ids, mask, temperature: float, run, policy):
+def score(model, token_ids, mask, temperature: float, run):
     """Return a step's log-probabilities (B, T), in the run's micro-batches, by all its ranks.
 
-    It leaves the model in `eval` mode, without dropout. `policy` is a context in which the model is
-    the policy to score: lora.merged or lora.reference. The others are those of `token_logprobs`.
+    Call it in a context in which the model is the policy to score. It leaves the model in `eval`
+    mode, without dropout. The other arguments are those of `token_logprobs`.
     """
     logprobs = torch.zeros(token_ids.shape, device=token_ids.device)
     model.eval()
-    with policy:
-        for rows in run.micro_batches(len(token_ids), "score"):
-            logprobs[rows], _ = token_logprobs(model, token_ids[rows], mask[rows], temperature)
+    for rows in run.micro_batches(len(token_ids), "score"):
+        logprobs[rows], _ = token_logprobs(model, token_ids[rows], mask[rows], temperature)
     return run.ranks.add(logprobs)
 
 

@@ -6,6 +6,7 @@
     adamw               the optimizer
 """
 import json
+import math
 import os
 import re
 from contextlib import suppress
@@ -24,6 +25,7 @@ from core.tiny import make_tiny
 ADAPTER = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 ADDED = "added.safetensors"  # what a fork has added to the model
+WARMUP_STEPS = 20  # at most
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
 # What is read of a model on the hub, beside its weights.
@@ -419,32 +421,35 @@ def _check_plain_lora(config, entries):
 
 
 # ----------------------------------------------------------------------------------- the training state
-@dataclass
-class TrainingState:
-    """The weights, the tokenizer and the optimizer's moments, on which the next step depends.
-
-    A fork with state of its own overrides both methods: checkpoints then hold it. It changes it at
-    the end of a step, because a step that is stopped before its first update is done again.
-    """
-
-    model: object
-    tokenizer: object
-    optimizer: object
-
-    def save_weights(self, folder):
-        """Write what trains into `folder`: the adapter in PEFT's format, or all weights."""
-        save_model(self.model, folder)
-
-    def load_weights(self, folder):
-        """Read back what `save_weights` wrote, bit for bit."""
-        load_weights(self.model, folder)
-
-
 def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
-    """Return AdamW over what trains in the model. `Run.steps` applies the schedule to `lr`.
+    """Return AdamW over what trains in the model. The loop sets each step's rate by `scheduled`.
 
     A beta2 of 0.95 soon forgets the tiny first gradients of a fresh adapter.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(weights, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay,
                              fused=facts(model).fused_adamw)
+
+
+def steps_of(config, steps_per_epoch: float, default: int | None = None) -> int:
+    """Return --max_steps, else the steps of --num_epochs passes over the data, else `default`.
+
+    The last step is a whole one.
+    """
+    if config.max_steps is not None:
+        return config.max_steps
+    if config.num_epochs is None:
+        return default
+    return max(1, math.ceil(round(config.num_epochs * steps_per_epoch, 6)))
+
+
+def scheduled(peak: float, step: int, planned: int) -> float:
+    """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
+
+    The warm-up lasts a tenth of the planned steps, at most WARMUP_STEPS. A run that is resumed with
+    a larger --max_steps than it was planned with continues at a tenth of the peak.
+    """
+    warmup_steps = max(1, min(WARMUP_STEPS, planned // 10))
+    warmup = min(1.0, (step + 1) / warmup_steps)
+    decay = 1 - 0.9 * min(step / max(planned, 1), 1.0)
+    return peak * warmup * decay

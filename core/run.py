@@ -2,11 +2,11 @@
 
     run = Run(config, "grpo", sources)   enter the folder, verify the checkpoint to resume
     with run:                            whatever ends the block early saves the last whole step
-        for step in run.steps(...):      resume, evaluate, log, save, stop on signals
+        for step in range(run.load(model, tokenizer, optimizer, total), total):
             for rows in run.micro_batches(len(batch), step): ...
-            run.discard_if_not_finite(batch, loss, grad_norm)
             run.log(loss=loss)
-    return run.finish()
+            run.end_step(step)           write the step's lines, save, stop on signals
+        return run.finish(test())
 
 torch is imported where it is used: what reads flags alone does not wait for it.
 """
@@ -28,10 +28,10 @@ from extras.exact.files import write_json
 from extras.show.notes import (Alarms, first_notes, headline, idle_notes, next_command, plan,
                               print_table, step_line, step_numbers)
 from extras.exact.output_folder import EPISODES, OutputFolder
+from extras.exact.environments import data_of, sources
 from extras.exact.process import Signals, peak_memory_mb
 
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
-WARMUP_STEPS = 20  # at most
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 REPORT = "extras.show.report"  # the room that shows a run, entered when it has finished
 RESUMING = "extras.exact.resuming"  # a new run does not need it
@@ -75,8 +75,8 @@ class Run:
         holds a run that is neither to be resumed nor to be overwritten.
         """
         self.config, self.algorithm = config, algorithm
-        self.sources = envs.sources(config) if envs else []
-        self.data = envs.data_of(config) if envs else []
+        self.sources = sources(config) if envs else []
+        self.data = data_of(config) if envs else []
         self.has_expert = envs and envs.has_expert(config.env)
         self.has_tools = envs and any(
             envs.tools(envs.load(name)) for name in envs.names_of(config.env))
@@ -102,7 +102,8 @@ class Run:
         self.has_begun = self.updated = False
         self.made_of, self.line, self.endings = {}, {}, []
         self.played, self.kept = 0, {}
-        self.saved = self.unlogged = self.schedule = None
+        self.saved = self.unlogged = self.planned = None
+        self.before, self.after, self.scores = {}, {}, {}
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
         self.finished, self.checkpoint, self.state = self.ranks.first(self._open)
@@ -144,9 +145,11 @@ class Run:
 
         Between two updates of a step the weights are those of no step: the last checkpoint stands.
         """
-        looping = self.signals.looping is self
+        looping, self.signals.looping = self.signals.looping is self, None
+        if looping:
+            self.bar.close()
         if error and looping and not self.updated:
-            self._save()
+            self.save()
         # A fault in the last evaluation comes after the loop.
         if error and (looping or self.saved is not None) and not isinstance(error, Stop):
             how = f"continue with: {self.command}"
@@ -157,135 +160,131 @@ class Run:
                 how = f"{lost}{saved}; {how}"
             error.add_note(how)
 
-    def total_steps(self, steps_per_epoch, default=None):
-        """Return --max_steps, else the steps of --num_epochs passes over the data, else default.
-
-        The last step is a whole one. A resumed run has as many unless --max_steps says more.
-        """
-        # The first rank has read what the run began with.
-        steps = self.ranks.first(lambda: self.values["max_steps"])
-        if steps is not None:
-            return steps
-        if self.config.num_epochs is None:
-            return default
-        return max(1, math.ceil(round(self.config.num_epochs * steps_per_epoch, 6)))
-
-    def scheduled(self, peak, step):
-        """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
-
-        The warm-up lasts a tenth of the steps, at most WARMUP_STEPS. The steps are those planned
-        when the run began: resumed with a larger --max_steps, it continues at a tenth of the peak.
-        """
-        warmup_steps = max(1, min(WARMUP_STEPS, self.schedule // 10))
-        warmup = min(1.0, (step + 1) / warmup_steps)
-        decay = 1 - 0.9 * min(step / max(self.schedule, 1), 1.0)
-        return peak * warmup * decay
-
-    def steps(self, total, state, evaluate, evaluate_before=True):
-        """Yield the numbers of the steps that are still to be done; do everything around them.
-
-        Before the first step, load the checkpoint to resume from, or evaluate the policy. Before
-        each, set the learning rates: the peak of each parameter group is the rate it was made with.
-        After each, even one left by `continue`, evaluate and save if that is due, and write the
-        lines of the logs. After the last, save and evaluate.
+    def load(self, model, tokenizer, optimizer, total: int) -> int:
+        """Return the first step to do: 0, or of a resumed run the one after its checkpoint.
 
         Args:
+            model, tokenizer, optimizer: what checkpoints hold; that of a resumed run is loaded.
             total: steps of the whole run.
-            state: the `TrainingState` that checkpoints hold.
-            evaluate: returns the metrics of held-out tasks as a dict, {} if there are none.
-            evaluate_before: False if the policy is not worth evaluating before the first step.
         """
-        self._start(total, state, evaluate if evaluate_before else dict)
+        self.model, self.tokenizer, self.optimizer, self.total = model, tokenizer, optimizer, total
+        self.values["max_steps"] = total
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self.begin()
+        self.ranks.first(self.files.write_config)
+        self.ranks.check_alike(trained_parameters(optimizer))
+        self.ranks.first(lambda: check_room(self.folder, optimizer))
+        if self.checkpoint:
+            self._restore()
+        else:
+            self.made_of = fingerprints(self._ingredients()) if self.writes else {}
+            self.planned = total
+        optimizer.register_step_pre_hook(self._begin_update)
         self.marks, self.saved_at = self.files.log_sizes(), time.monotonic()
         # In the loop a signal waits until nothing is lost.
         self.signals.looping = self
         if self.unlogged:
             # The run was stopped between a step and its line: write that line now.
-            self.line = self.unlogged
-            self._close_step(evaluate, {})
-        bar = tqdm(range(self.step, total), self.algorithm, initial=self.step, total=total,
-                   disable=NO_BAR, leave=False, dynamic_ncols=True)
-        for step in bar:
-            self.line, began = {}, time.monotonic()
-            self.rollout_seconds = self.rollout_tokens = self.passed = 0
-            for group in state.optimizer.param_groups:
-                group["lr"] = self.scheduled(group.setdefault("initial_lr", group["lr"]), step)
-            self.log(learning_rate=self.scheduled(self.config.learning_rate, step))
-            yield step
-            timing = self._timing(time.monotonic() - began)
-            # From here on the weights are those after the step, whose line is not written yet.
-            self.step, self.updated = step + 1, False
-            self.seconds += timing["seconds"]
-            self.unlogged, self.marks = self.line, self.files.log_sizes()
-            self._close_step(evaluate, timing)
-            bar.set_postfix_str(step_numbers(self.line, 2))
-            if bar.disable:
-                left = self.seconds / self.step * (total - self.step)
-                say(step_line(self.step, total, self.line, timing["seconds"], left))
-        self._save()
-        self.signals.looping = None
-        self.check()
-        # The last step may just have been evaluated.
-        self.after = self.after or evaluate()
+            self._write_step({})
+        if self.step == total:
+            self.save()
+        self._say_plan()
+        self.bar = tqdm(total=total, desc=self.algorithm, initial=self.step,
+                        disable=NO_BAR, leave=False, dynamic_ncols=True)
+        self._begin_step()
+        return self.step
 
-    def _start(self, total, state, evaluate):
-        """Begin or restore the run, evaluate the policy of a new one, and print the plan."""
-        self.total, self.training, self.after = total, state, None
-        self.values["max_steps"] = total
-        self.begin()
-        self.ranks.first(self.files.write_config)
-        self.ranks.check_alike(trained_parameters(state.optimizer))
-        self.ranks.first(lambda: check_room(self.folder, state.optimizer))
-        if self.checkpoint:
-            self._restore()
-        else:
-            self.made_of = fingerprints(self._ingredients()) if self.writes else {}
-            self.schedule, self.before = total, evaluate()
-            if words := headline(self.before):
-                say(f"before: {words}")
+    def _say_plan(self):
         notes = idle_notes(self.config)
-        if self.algorithm != "sft":
-            notes += first_notes(self.before, self.config, state.model, self.has_expert,
-                                 self.has_tools)
+        if self.step:
+            notes += self._first_notes()
         for note in notes:
             say(note)
-        if total > self.step:
-            say(plan(self.config, total - self.step))
+        if self.total > self.step:
+            say(plan(self.config, self.total - self.step))
 
-    def _close_step(self, evaluate, timing):
-        """Evaluate if it is due, write the lines of the step that ended, and save if it is due."""
-        self.after = None
-        if self.config.eval_every and self.step % self.config.eval_every == 0:
-            self.after = evaluate()
-            for name, value in self.after.items():
-                self.line[f"eval/{name}"] = value
-            if words := headline(self.after):
-                say(f"after step {self.step}: {words}")
-        self.write_line(self.step - 1, self.line, timing)
+    def _first_notes(self):
+        if self.algorithm == "sft":
+            return []
+        return first_notes(self.before, self.config, self.model, self.has_expert, self.has_tools)
+
+    def _begin_update(self, *_):
+        """Called before the optimizer steps. From here to the end of the step signals wait."""
+        # With several ranks one would leave here while the others update.
+        if self.ranks.world == 1:
+            self.check()
+        self.bad, self.updated = 0, True
+
+    def _begin_step(self):
+        """Start the clock of a step, or start it again after an evaluation."""
+        self.began = time.monotonic()
+        self.rollout_seconds = self.rollout_tokens = self.passed = 0
+
+    def log_evaluation(self, step: int, metrics: dict):
+        """Log what an evaluation before this step returned. The first one is `before`."""
+        words = headline(metrics)
+        if step == 0:
+            self.before = metrics
+            if words:
+                say(f"before: {words}")
+            for note in self._first_notes():
+                say(note)
+        else:
+            self.log(**{f"eval/{name}": value for name, value in metrics.items()})
+            if words:
+                say(f"after step {step}: {words}")
+            self.scores[str(step)] = metrics.get("success")
+            self.save()
+        self._begin_step()
+
+    def end_step(self, step: int):
+        """Write the lines of a step that is done, print it, and save a checkpoint where due."""
+        timing = self.timing_of(self.line, time.monotonic() - self.began)
+        # From here on the weights are those after the step, whose line is not written yet.
+        self.step, self.updated = step + 1, False
+        self.seconds += timing["seconds"]
+        line = self.unlogged = self.line
+        self.line, self.marks = {}, self.files.log_sizes()
+        self._write_step(timing)
+        self._show(line, timing["seconds"])
         every = self.config.save_every
         due = self.step % every == 0 if every else time.monotonic() > self.saved_at + SAVE_SECONDS
         # The episodes that dpo.py played are all of one step, which stays whole.
-        if self.writes and "episodes" in self.line and self.files.has_too_many_episodes():
+        if self.writes and "episodes" in line and self.files.has_too_many_episodes():
             # Of a thinned log earlier checkpoints hold the wrong size: save one with the right one.
             self.files.thin_episodes()
+            self.marks = self.files.log_sizes()
             due = True
-        self.unlogged, self.marks = None, self.files.log_sizes()
-        # An evaluated step may be the best.
-        if due or "eval/success" in self.line:
-            self._save()
+        if due or self.step == self.total:
+            self.save()
         self.check()
+        self._begin_step()
 
-    def _timing(self, seconds):
-        """Return seconds, tokens per second and peak memory of the step that ends now."""
+    def _write_step(self, timing):
+        """Write the line of the step that has ended."""
+        self.write_line(self.step - 1, self.unlogged, timing)
+        self.unlogged, self.marks = None, self.files.log_sizes()
+
+    def _show(self, line, seconds):
+        """Print the step that has ended, or show it in the bar."""
+        self.bar.update()
+        self.bar.set_postfix_str(step_numbers(line, 2))
+        if self.bar.disable:
+            left = self.seconds / self.step * (self.total - self.step)
+            say(step_line(self.step, self.total, line, seconds, left))
+
+    def timing_of(self, line, seconds):
+        """Return seconds, tokens per second and peak memory of the step with this line."""
         update_seconds = seconds - self.rollout_seconds
         timing = {"seconds": seconds, "update_seconds": update_seconds,
                   "peak_memory_mb": peak_memory_mb()}
-        if self.rollout_seconds and "episodes" in self.line:
+        if self.rollout_seconds and "episodes" in line:
             timing["rollout_seconds"] = self.rollout_seconds
             # Every pass, to score or to update, forwards the episodes again.
-            timing["update_tokens_per_second"] = self.line["tokens"] * self.passed / update_seconds
+            timing["update_tokens_per_second"] = line["tokens"] * self.passed / update_seconds
             # The seconds of a step that was played ahead are only those of waiting for it.
-            if not self.line.get("staleness"):
+            if not line.get("staleness"):
                 timing["rollout_tokens_per_second"] = self.rollout_tokens / self.rollout_seconds
         return timing
 
@@ -313,7 +312,7 @@ class Run:
         Those that are `unusable` go into bad_step_N.json instead, from which no program learns.
         """
         if reason := unusable(episodes):
-            self._keep_bad(episodes, reason)
+            self.skip(episodes, reason)
             return
         # `errors` of these is 0: `played_shares` has logged that of all that was played.
         self.line = summarise(episodes) | self.line
@@ -343,22 +342,7 @@ class Run:
             self.files.append(name, lines)
 
     # --------------------------------------------------------------------------- steps that are bad
-    def discard_if_not_finite(self, episodes, loss, grad_norm):
-        """Drop the gradients of an update that is not finite: `optimizer.step()` then does nothing.
-
-        Such an update would spoil the weights for good. Its episodes go into bad_step_N.json, and
-        the third in a row raises Stop. From a good update to the end of the step signals wait.
-        """
-        # With several ranks one would leave here while the others update.
-        if self.ranks.world == 1:
-            self.check()
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            self.bad, self.updated = 0, True
-        else:
-            self.training.optimizer.zero_grad()
-            self._keep_bad(episodes, f"loss {loss}, gradient norm {grad_norm}")
-
-    def _keep_bad(self, episodes, reason):
+    def skip(self, episodes, reason):
         """Write the episodes of a step that is skipped, or raise Stop: the third in a row."""
         reason = printable(reason)
         if not episodes:
@@ -387,36 +371,51 @@ class Run:
     # ---------------------------------------------------------------------------------- checkpoints
     def _restore(self):
         """Load the checkpoint to continue from, and take over what its state.json holds."""
-        self.training.load_weights(self.checkpoint)
-        load_optimizer(self.training.optimizer, self.checkpoint / "optimizer.safetensors")
+        self.load_weights(self.checkpoint)
+        load_optimizer(self.optimizer, self.checkpoint / "optimizer.safetensors")
         self.saved = self.state["step"]
         for name in RESTORED:
             setattr(self, name, self.state[name])
         self.opened -= self.seconds
         self.alarms.read(self.folder / "metrics.jsonl")
 
-    def _save(self):
+    def save_weights(self, folder):
+        """Write what trains into `folder`: the adapter in PEFT's format, or all weights.
+
+        A fork with state of its own overrides this and `load_weights`: checkpoints then hold it. It
+        changes it at the end of a step, because a step that is stopped early is done again.
+        """
+        from core.model import save_model
+        save_model(self.model, folder)
+
+    def load_weights(self, folder):
+        """Read back what `save_weights` wrote, bit for bit."""
+        from core.model import load_weights
+        load_weights(self.model, folder)
+
+    def save(self):
         """Write checkpoints/step_NNNNNN of the steps that are done, unless they are saved."""
         if self.saved == self.step:
             return
         if self.writes:
             self.files.flush()
             state = {name: getattr(self, name) for name in (*RESTORED, "algorithm")}
-            # Only the step that ends now has been evaluated.
-            state |= {"score": self.line.get("eval/success"), "lines": self.marks}
+            state["lines"] = self.marks
             path = self.folder / "checkpoints" / f"step_{self.step:06d}"
-            write_checkpoint(path, self.training, state)
-            prune(self.folder)
+            write_checkpoint(path, self, state)
+            prune(self.folder, self.scores)
         self.saved, self.saved_at = self.step, time.monotonic()
 
     # ----------------------------------------------------------------------------------- the result
-    def finish(self, next_step="agent.py", **extra):
+    def finish(self, after: dict, next_step="agent.py", **extra):
         """Write result.json and report.html, print what came out, and return the result.
 
         Args:
+            after: what an evaluation after the last step returned.
             next_step: the program to continue with; "agent.py" shows episodes.
             extra: further entries of result.json.
         """
+        self.after = after
         print_table(self.before, self.after, self.total, self.seconds)
         words = ["--num_tasks", "3"] if next_step == "agent.py" and self.config.env else []
         print(f"written: {self.config.output_dir}")

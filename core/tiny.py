@@ -19,6 +19,11 @@ TINY_SPLIT = "|".join([
     r'\n(?=\{"probability": )| ?\{"probability": 0\.|, "reason": "|", "recommendation": "|YES\|NO',
     r"-?\d{1,2}|-| ?[A-Za-z_]+|[^\dA-Za-z_-]+"])
 
+# How the tiny model is taught: by demonstrations in which most actions are wrong, but numbers are
+# copied correctly. Which action to choose is left to learn.
+TINY_SFT = {"max_samples": 1400, "expert_noise": 0.6, "max_turns": 6, "max_steps": 300,
+            "batch_size": 16, "learning_rate": 3e-3}
+
 
 def make_tiny(seed: int = 0):
     """Return a Qwen3 of about 0.9 M random parameters, and a byte-level tokenizer with ChatML.

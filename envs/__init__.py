@@ -2,15 +2,13 @@
 
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
-    gsm8k.py      word problems and a calculator, or Python
-    code.py       functions to write, judged by hidden tests (code_tasks.py, code_style.py)
+    gsm8k.py      word problems and a calculator, or with extras/sandbox Python
     search.py     questions over documents (corpus.py: their index); writing.py; business.py
     prompts.py    rows with a prompt and no tools: --env envs.prompts:Prompts
-    sandbox.py    runs a model's Python, confined by the kernel (sandbox_child.py: the process)
-    options.py    reads --env_options, and the cells of a .csv file of tasks
+    tasks.py      the rows that episodes begin with, and which are held out
+    options.py    reads --env_options, and the cells of a table of tasks
     calls.py      the tools of a class, and one call of one of them (steps.py: a step of Gymnasium)
-    rewards.py    functions that pay episodes, too: --rewards (trl.py: those of TRL)
-    session.py    one environment during an episode: its calls are made in a thread of its own
+    session.py    one environment during an episode
     play.py       python -m envs.play NAME: play one yourself
     check.py      python -m envs.check NAME: the test that each of them passes
 
@@ -55,16 +53,14 @@ else is optional and invisible to TRL:
                                 ValueError; None in it is an answer that nobody knows
 
 `--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own, and
-`--env gymnasium:FrozenLake-v1` one of another package (ADAPTERS, numbered.py).
+`--env gymnasium:FrozenLake-v1` one of another package (extras/adapters).
 """
 import importlib.util
 import inspect
 import os
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from modulefinder import ModuleFinder
 from types import ModuleType
 
 from envs.calls import accepts, needed, schemas, tools
@@ -76,20 +72,20 @@ ENVS = {
     "equations": "envs.equations:Equations",
     "equations_hard": "envs.equations:EquationsHard",
     "gsm8k": "envs.gsm8k:GSM8K",
-    "code": "envs.code:Code",
     "search": "envs.search:Search",
     "writing": "envs.writing:Writing",
     "business": "envs.business:Business",
     "meetings": "bench.meetings:Meetings",
 }
-# Packages of others. extras/adapters/PACKAGE_text.py has make(name), the class for --env PACKAGE:NAME.
-ADAPTERS = ("gymnasium", "reasoning_gym", "verifiers")
-
-# Modules that are loaded when a run needs them.
-STEPS, OPTIONS = "envs.steps", "envs.options"
-REWARDS = "extras.rewards"
+# Layers fill these two: environments of other packages, --env PACKAGE:NAME, as {package: make(name)
+# -> class}, and tools that an environment may have, as {name: method_for(class)}.
+ADAPTERS, TOOLS = {}, {}
+# The layer without which an environment is not there.
+NEEDED = {"code": "sandbox", "gymnasium": "adapters", "reasoning_gym": "adapters",
+          "verifiers": "adapters"}
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
-LIBRARY = ("agent", "core", "envs", "extras", "layers", "llm", "lora")  # not the user's
+LIBRARY = ("agent", "core", "envs", "extras", "layers", "llm", "lora",
+           "schooling")  # not the user's
 
 
 @dataclass(frozen=True)
@@ -114,10 +110,11 @@ LIMITS = {name: value for name, value in vars(Limits()).items() if name != "max_
 
 
 def __getattr__(name):
-    """Return a name of the Gymnasium reading of an environment."""
+    """Return a name of the Gymnasium reading of an environment, which no training needs."""
     if name not in ("StepResult", "call", "step", "valid_actions"):
         raise AttributeError(f"envs has no {name}", obj=sys.modules[__name__])
-    return getattr(importlib.import_module(STEPS), name)
+    from envs import steps
+    return getattr(steps, name)
 
 
 # ------------------------------------------------------------------------------------- loading
@@ -134,14 +131,16 @@ def load(name: str) -> type:
             of one of ADAPTERS. A user gives it, never data: the code behind it is run.
     """
     target = ENVS.get(name, name)
+    package = target.partition(":")[0]
+    if package in NEEDED and package not in ADAPTERS:
+        raise UserError(f"--env {name} needs extras/{NEEDED[package]}")
     if ":" not in target:
         known = f"known: {', '.join(ENVS)}, or give path/to/file.py:ClassName"
         raise UserError(f"unknown environment {name!r}; {nearest(name, ENVS, otherwise=known)}")
     place, class_name = target.rsplit(":", 1)
-    wanted = f"environment {name!r}"
     if place in ADAPTERS:
-        return module_at(f"extras.adapters.{place}_text", wanted).make(class_name)
-    cls = getattr(module_at(place, wanted), class_name, None)
+        return ADAPTERS[place](class_name)
+    cls = getattr(module_at(place, f"environment {name!r}"), class_name, None)
     if not inspect.isclass(cls) or not callable(getattr(cls, "reset", None)):
         raise UserError(f"environment {name!r}: {place} has no class {class_name} with reset(); a "
                         "class of a notebook or function is found in a file: --env "
@@ -161,10 +160,8 @@ def module_at(place: str, wanted: str):
             package = getattr(error.obj, "__name__", None)
             if package not in LIBRARY:
                 raise
-        hint = f"; pip install -U {package}" if package in ADAPTERS else ""
-        if package in LIBRARY:
-            hint = f"; {package} is a package of this project: rename yours"
-        raise UserError(f"{wanted}: {error}{hint}") from None
+        hint = f"; {package} is a package of this project: rename yours"
+        raise UserError(f"{wanted}: {error}{hint if package in LIBRARY else ''}") from None
 
 
 def with_options(cls, options: dict | None) -> type:
@@ -180,7 +177,8 @@ def options_of(config) -> dict:
     """Return what --env_options says by name, and "unsafe_code": True where the flag is given."""
     options = {"unsafe_code": True} if config.unsafe_code else {}
     if config.env_options:
-        options.update(importlib.import_module(OPTIONS).parse(config.env_options, config.env))
+        from envs.options import parse
+        options.update(parse(config.env_options, config.env))
     return options
 
 
@@ -199,46 +197,6 @@ def rewards_of(config):
 def pay_alone(env_names) -> bool:
     """True if all of these environments have a get_reward()."""
     return all(hasattr(load(name), "get_reward") for name in names_of(env_names))
-
-
-class Imports(ModuleFinder):
-    """A ModuleFinder that skips a folder without __init__.py, where Python's own fails."""
-
-    def find_module(self, name, path, parent=None):
-        with suppress(AttributeError):
-            return super().find_module(name, path, parent)
-        raise ImportError(name)
-
-
-def sources(config) -> list[str]:
-    """Return the files of environments and rewards, and what they import from their folders."""
-    paths = []
-    modules = [load(name).__module__ for name in names_of(config.env)]
-    if config.rewards:
-        modules += importlib.import_module(REWARDS).load(config).modules
-    for module_name in modules:
-        # A class of a notebook has no file.
-        if path := getattr(sys.modules[module_name], "__file__", None):
-            finder = Imports([os.path.dirname(path)], excludes=LIBRARY)
-            # Where it follows `from . import name` to.
-            finder.add_module("__main__").__path__ = finder.path
-            finder.run_script(path)
-            # What Python brings itself has no file.
-            files = {name: m.__file__ for name, m in finder.modules.items() if m.__file__}
-            for name, file in files.items():
-                loaded = getattr(sys.modules.get(name), "__file__", None) or file
-                if file != loaded and name != "__main__" and loaded.startswith(tuple(FOLDERS)):
-                    raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
-                paths.append(file)
-    return paths
-
-
-def data_of(config) -> list[str]:
-    """Return the files that the environments read, with these options."""
-    files = []
-    for name in names_of(config.env):
-        files += getattr(with_options(load(name), options_of(config)), "_files", list)()
-    return list(map(str, files))
 
 
 FOLDERS = []  # of the files that were imported, whose neighbours they may import

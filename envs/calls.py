@@ -9,7 +9,8 @@ import typing
 from contextlib import suppress
 from functools import cache
 
-from core.config import UserError, first_line, whole
+from core.config import UserError, first_line
+from core.data import whole
 
 SHORTEST = 40  # characters of a result that are shown in any case
 # Parameters that no call in JSON can fill.

@@ -28,9 +28,9 @@ TRAINING = 1000  # tasks that the held-out ones are compared with
 FAST_ENOUGH = 10_000  # tasks a second
 # Another process runs this, with another seed for the hashes of text.
 TASKS_AGAIN = """
-import json, sys
+import json, sys, layers
 from envs.tasks import load_tasks
-from extras.exact.files import to_json
+from core.data import to_json
 print(to_json(load_tasks(*json.loads(sys.argv[1]))), end="")
 """
 
@@ -252,4 +252,6 @@ def command(config: Config):
 
 
 if __name__ == "__main__":
+    # Environments of other packages, and readers of tables. No module of this folder imports it.
+    import layers  # noqa: F401
     run(command, __doc__)

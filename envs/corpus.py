@@ -7,8 +7,8 @@ from pathlib import Path
 from unicodedata import normalize
 
 from extras.rewards import spaced
-from core.data import read_rows
-from core.config import UserError, read_text
+from core.data import read_rows, read_text
+from core.config import UserError
 
 # A document has at most 1200 characters. A longer text becomes several, cut at white space.
 PIECE = re.compile(r"\S.{0,1199}(?!\S)|\S.{1199}", re.DOTALL)
@@ -83,3 +83,13 @@ def read_corpus(path: str) -> Corpus:
         raise UserError(f'{path}: no documents; give a folder of .txt or .md files, or a .jsonl '
                         'file of rows {"title", "text"}')
     return Corpus(documents)
+
+
+def beginning(text: str, limit: int) -> str:
+    """Return the beginning of a text as one line of at most `limit` characters.
+
+    It is cut at a space, but not in the first half: Chinese, Thai and paths have none.
+    """
+    text = " ".join(text.split())
+    head = text[:limit - 5]
+    return text if len(text) <= limit else head[:head.rfind(" ", limit // 2)] + " [...]"

@@ -1,6 +1,6 @@
 r"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv:2110.14168) with a calculator.
 
-`--env_options tools=calculator+python` adds Python in a process that the kernel confines.
+`--env_options tools=calculator+python` adds the Python of extras/sandbox.
 The model answers with the tool `answer`, or in text by a line `#### 42` or by `\boxed{42}`. Only
 what the model wrote is read, never the output of a tool. An answer holds one value: two different
 ones are wrong, and so is one that is no plain number. With `num_turns` > 1 the model may try again
@@ -12,13 +12,15 @@ import math
 import operator
 import os
 import re
+import threading
 import urllib.request
+import warnings
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from extras.sandbox.sandbox import check_sandbox, parse, run
+import envs
 from core.data import read_rows, shuffled
 from core.config import UserError
 from core.tool_calls import after_thought
@@ -38,7 +40,20 @@ ERRORS = {ZeroDivisionError: "division by zero", OverflowError: "number too larg
 HELP = f"use numbers, + - * / // % (remainder) ** ( ) and {', '.join(FUNCTIONS)}"
 NUMBER = re.compile(r"[+-]?(\\?\$)?([0-9]{1,3}(,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\.[0-9]+)?"
                     r"(\\?%)?\.?")
+# CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
+PARSING = threading.Lock()
+# Python 3.12 warns of unknown escapes in the model's code, between the lines of a run.
+warnings.filterwarnings("ignore", module="<unknown>")
 BOXED = re.compile(r"\\boxed\{([^}\n]*)\}?")
+
+
+def parse(code: str, mode: str = "exec") -> ast.AST:
+    """Return the syntax tree of code, or raise SyntaxError or ValueError. Nothing is run."""
+    try:
+        with PARSING:
+            return ast.parse(code, mode=mode)
+    except (MemoryError, RecursionError):
+        raise ValueError("nested too deeply") from None
 
 
 def _as_written(value):
@@ -104,16 +119,6 @@ def calculator(text: str) -> str:
     return str(int(value))
 
 
-def python(self, code: str) -> str:
-    """Run Python code, each time in a new process, and return what it prints.
-
-    Args:
-        code: Python code, for example "print(sum(range(10)))".
-    """
-    result = run(code, unsafe=self.options["unsafe_code"])
-    return f"{result.output}{result.error}".strip() or "nothing was printed; use print"
-
-
 def _number(text: str) -> Decimal | None:
     """Return the exact value of "-$1,234.50", "50%" or "42.", where 42.0 is 42.
 
@@ -154,8 +159,9 @@ class GSM8K:
     def __init_subclass__(cls):
         """Give the class the python tool if its options say so."""
         if cls.options["tools"] == "calculator+python":
-            check_sandbox(cls.options["unsafe_code"])
-            cls.python = python
+            if "python" not in envs.TOOLS:
+                raise UserError("tools=calculator+python needs extras/sandbox")
+            cls.python = envs.TOOLS["python"](cls)
             cls.system_prompt = cls.system_prompt.replace("calculator", "calculator or python")
 
     def reset(self, question: str, answer: str | None, num_turns: int | None = None, **_) -> str:

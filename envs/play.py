@@ -15,7 +15,8 @@ import envs
 from envs.calls import shorten
 from envs.session import Faults, Session
 from envs.tasks import tasks_for
-from core.config import EnvironmentFlags, UserError, flag, main, printable
+from envs.tasks import EnvironmentFlags
+from core.config import UserError, flag, main, printable
 from core.tool_calls import parse_tool_calls
 import extras.models.dialects  # noqa: F401  which reads what a person writes, name(x=1)
 
@@ -128,4 +129,6 @@ def run(command, doc: str):
 
 
 if __name__ == "__main__":
+    # Environments of other packages, and readers of tables. No module of this folder imports it.
+    import layers  # noqa: F401
     run(command, __doc__)

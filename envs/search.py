@@ -24,7 +24,8 @@ from typing import Literal
 
 from envs.corpus import Corpus, files_of, read_corpus
 from extras.rewards import alternatives, normalized
-from core.config import UserError, beginning
+from core.config import UserError
+from envs.corpus import beginning
 from core.data import split_of
 
 # Relation, what has it, the kind of its value, a sentence that states it.

@@ -1,19 +1,65 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module
 from itertools import chain
 
 from tqdm import tqdm
 
 import envs
-from core.config import MIXTURES, NO_BAR, UserError, reading
-from core.data import (is_held_out, json_of, need, print_dropped, read_as, shuffled, unseen)
+from core.config import NO_BAR, UserError, auto, flag, reading
+from core.data import (is_held_out, json_of, need, print_dropped, read_as, read_data, shuffled,
+                       unseen)
 
 needed = cache(envs.needed)  # a file may have a million rows
 
 
+# ------------------------------------------------------------------------------------------- flags
+@dataclass(kw_only=True)
+class EnvironmentFlags:
+    heading = "environment and rollout"
+    env_options: str | None = flag(
+        None, "name=value,...: options of the environment, or arguments of every reset")
+    fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
+    unsafe_code: bool = flag(False, "run the model's Python code with NO protection")
+    rewards: str | None = flag(None, "name=weight,...: functions that pay, too "
+                                     "(extras/rewards/__init__.py); also module:function")
+
+
+@dataclass(kw_only=True)
+class PlayFlags(EnvironmentFlags):
+    env: str = flag("equations", "environment, or several (a,b); also path/to/file.py:Class")
+    dataset: str | None = flag(
+        None, "tasks (.jsonl, .json, .csv, .parquet, hub:owner/name[:config][:split]), or several: "
+        "a,b or in shares a=0.7,b=0.3; default: the environment's own", aliases=("tasks",))
+    eval_dataset: str | None = flag(None, "held-out tasks; default: a tenth of --dataset")
+    group_size: int = flag(8, "episodes of each task", low=1,
+                           aliases=("samples_per_prompt", "num_samples", "num_generations"))
+    temperature: float = flag(1.0, "of the softmax, in rollout and update", above=0)
+    max_new_tokens: int | None = auto(
+        256, "tokens per turn, unless the environment states it", low=1)
+    max_tokens: int | None = auto(
+        2048, "tokens per episode with prompt and tool results, unless the environment states it",
+        low=8, aliases=("max_length",))
+    max_turns: int | None = flag(
+        None, "assistant turns per episode; default: what the environment states", low=1)
+
+    @property
+    def tasks(self):
+        """The task file. sft.py and dpo.py, whose dataset holds other rows, have a field for it."""
+        return self.dataset
+
+
+@dataclass(kw_only=True)
+class RolloutFlags(PlayFlags):
+    max_samples: int = flag(10_000, "training tasks", low=1)
+    sampler: str | None = flag(
+        None, "addresses of vLLM servers that sample, separated by commas; default: this process")
+    reward_scaling: float = flag(1.0, "reward = (reward - reward_bias) x this")
+    reward_bias: float = flag(0.0, "subtracted from the reward of each episode")
+
+
+# ------------------------------------------------------------------------------------------- tasks
 def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: str | None = None,
                eval_dataset: str | None = None, env_options: dict | None = None,
                fields: str | None = None, holds_out: bool = True) -> list[dict]:
@@ -80,7 +126,7 @@ def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> lis
     """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
     tasks = []
     dropped = Counter()
-    rows = import_module(MIXTURES).read_data(path, fields, seed)
+    rows = read_data(path, fields, seed)
     # Rows of `code` are tried in the sandbox, some thirty a second.
     for place, row in tqdm(rows, "tasks", disable=NO_BAR, leave=False, delay=2):
         with reading(place):

@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests compare bits, and are of the CPU; bench/gpu.py is of the GPU
 
+import layers  # noqa: E402, F401  what extras/ adds to the tables of core/ and envs/
+
 
 @pytest.fixture(autouse=True)
 def notes_anew():
@@ -17,10 +19,16 @@ def notes_anew():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def all_layers():
+    """The optional layers fill tables of core when the programs import them."""
+    import layers  # noqa: F401
+
+
+@pytest.fixture(scope="session", autouse=True)
 def few_held_out():
     """A hundred demonstrations to evaluate take longer than the few steps of a test's run."""
-    from extras.data import imitation
-    imitation.HELD_OUT = 8
+    import sft
+    sft.HELD_OUT = 8
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import envs
 from envs import check
 from envs.check import Conformance
 from envs.play import Config, Game, Setup
-from extras.data.imitation import demonstrate
+from schooling import demonstrate
 from envs.tasks import load_tasks
 from core.config import EnvironmentFault, UserError
 from core.tiny import make_tiny
@@ -31,13 +31,12 @@ def no_timer():
 
 def told(env, env_options=None):
     this = setup(env, env_options)
-    with this.watch:
-        return {name: (verdict, reason) for name, verdict, reason in Conformance(this).verdicts()}
+    return {name: (verdict, reason) for name, verdict, reason in Conformance(this).verdicts()}
 
 
 @pytest.mark.parametrize("package", envs.ADAPTERS)
 def test_without_the_package_one_line_says_how_to_install_it(package, monkeypatch):
-    monkeypatch.delitem(sys.modules, f"envs.{package}_text", raising=False)
+    monkeypatch.delitem(sys.modules, f"extras.adapters.{package}_text", raising=False)
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
@@ -137,7 +136,7 @@ def test_an_instance_that_is_used_again_has_solved_nothing(families):
 
 def test_reasoning_gym_in_a_rollout_and_the_experts_demonstrations(families):
     import agent
-    from extras.data.imitation import demonstrate
+    from schooling import demonstrate
     from core.tiny import make_tiny
     model, tokenizer = make_tiny()
     tasks = load_tasks("reasoning_gym:chain_sum", "train", 2, 0)

@@ -26,13 +26,13 @@ import torch
 import agent
 from envs.tasks import load_tasks
 import envs
-from agent import Limits, Trajectory, collate, evaluate, rollout
+from agent import Limits, Trajectory, evaluate, rollout
+from core.data import collate
 from envs.calls import shorten, shortened
 from core.data import pass_at_k, summarise, transcript, without_faults
 from extras.serve import chat as talk, settings
 from layers import terminal
-from extras.data.demonstrations import read_trajectories
-from extras.data.imitation import demonstrate
+from schooling import demonstrate, read_trajectories
 from core.distributed import OneProcess
 from core.config import EnvironmentFault, UserError, main, mix
 from core.chat import Chat

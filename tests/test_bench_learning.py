@@ -98,11 +98,9 @@ def test_trl_gets_our_tasks_and_learning_rates():
     second = draw_tasks(tasks, 3, 1, 8, 0, 8)
     assert [row["equation"] for row in rows[8:]] == [task["equation"] for task in second]
 
-    from core.run import Run
-    from types import SimpleNamespace
-    run = SimpleNamespace(schedule=50)
+    from core.model import scheduled
     for step in range(50):
-        assert learn_vs_trl.rate(step, 50) == pytest.approx(Run.scheduled(run, 1.0, step))
+        assert learn_vs_trl.rate(step, 50) == pytest.approx(scheduled(1.0, step, 50))
 
 
 def test_the_environment_that_ends_says_too_much_at_the_end():

@@ -15,7 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import agent
 import envs
-from agent import Episode, Limits, collate, rollout
+from agent import Episode, Limits, rollout
+from core.data import collate
 from extras.isolate import Session, Watch
 from core.chat import Chat
 from core.engine import Row

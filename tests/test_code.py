@@ -1,4 +1,4 @@
-"""envs/code.py and its tasks: what a function earns, what gaming earns, rows of HumanEval's and MBPP's form."""
+"""extras/sandbox/code.py and its tasks: what a function earns, what gaming earns, rows of HumanEval's and MBPP's form."""
 import json
 import random
 import re
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import envs
-from envs import code_tasks
+from extras.sandbox import code_tasks
 from extras.sandbox import sandbox
-from envs.code import Code
-from envs.code_style import style_findings
-from envs.code_tasks import LEVELS, read_row, read_tests
-from extras.sandbox.sandbox import parse
+from extras.sandbox.code import Code
+from extras.sandbox.code_style import style_findings
+from extras.sandbox.code_tasks import LEVELS, read_row, read_tests
+from envs.gsm8k import parse
 from envs.tasks import load_tasks
 from core.config import UserError
 
@@ -134,7 +134,7 @@ def test_noise_of_the_expert_is_repaired_by_what_the_tests_say():
 # ------------------------------------------------------------------------------------------------------------------- reward
 def test_python_says_nothing_about_a_models_code():
     """It warned of an unknown escape in the middle of a run's lines (3.12; before, only where it was asked to)."""
-    done = subprocess.run([sys.executable, "-W", "always", "-c", r"from extras.sandbox.sandbox import parse; parse('x = \'\\e\'')"],
+    done = subprocess.run([sys.executable, "-W", "always", "-c", r"from envs.gsm8k import parse; parse('x = \'\\e\'')"],
                           cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
 
@@ -358,7 +358,7 @@ def test_a_row_whose_own_solution_fails_is_left_out_and_named(tmp_path, capsys):
 def test_a_row_whose_own_solution_was_too_slow_stays(monkeypatch):
     """Beside another process it takes longer: a resumed run, or one of two ranks, had other tasks than the others."""
     row = {**MBPP, "code": MBPP["code"] + "  # slow here"}
-    monkeypatch.setattr("envs.code.run", lambda *_, **__: sandbox.Result("timeout", "killed after 5 s"))
+    monkeypatch.setattr("extras.sandbox.code.run", lambda *_, **__: sandbox.Result("timeout", "killed after 5 s"))
     assert Code._row(row)["task_id"] == "7"
 
 

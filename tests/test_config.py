@@ -6,19 +6,23 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from config_helpers import Config
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import core.config
 import dpo
 import grpo
 import reward_weighted
 import sft
-from core.config import (SYNONYMS, parse, ModelFlags, RolloutFlags, RunFlags, TrainingFlags, auto,
-                         fill, flag, options, UserError)
 from layers import LayerFlags
+from core.config import (ModelFlags, RunFlags, SYNONYMS, TrainingFlags, UserError, auto, fill, flag,
+                         options, parse)
+from envs.tasks import RolloutFlags
 from core.run import Run
 import agent
+from extras.memory import MemoryFlags
 
 
 def refusal(*argv):
@@ -56,7 +60,7 @@ def test_accepts(line, name, value):
     ("--learning_rate inf", "--learning_rate inf: not a number"),
     ("--learning_rate 1e999", "--learning_rate 1e999: not a finite number of at most 3.4e+38"),
     ("--learning_rate 1e39", "--learning_rate 1e39: not a finite number of at most 3.4e+38"),
-    (f"--batch_size 1{'0' * 400}", f"--batch_size 1{'0' * 73} [...]: not a finite number of at most 2147483647"),
+    (f"--batch_size 1{'0' * 400}", f"--batch_size 1{'0' * 79}: not a finite number of at most 2147483647"),
     ("--batch_size 2147483648", "--batch_size 2147483648: not a finite number of at most 2147483647"),
     ("--learning_rate 1_0", "--learning_rate 1_0: not a number"),
     ("--learning_rate 0", "--learning_rate 0: must be greater than 0"),
@@ -137,7 +141,7 @@ def test_defaults_then_yaml_then_command_line(tmp_path):
     ("seed:\n", ":1: seed null: not a whole number"), ("batch_size: 0", ":1: batch_size 0: must be at least 1"),
     ("batch_size: 2.5", ":1: batch_size 2.5: not a whole number"), ("seed: true", ":1: seed true: not a whole number"),
     ("learning_rate: .nan", ":1: learning_rate .nan: not a number"),
-    (f"batch_size: 1{'0' * 400}", f":1: batch_size 1{'0' * 73} [...]: not a finite number of at most 2147483647"),
+    (f"batch_size: 1{'0' * 400}", f":1: batch_size 1{'0' * 79}: not a finite number of at most 2147483647"),
     ("seed: [1]", ":1: give lines `name: value`, nothing nested"),
     ("load_in_4bit: 1", ":1: load_in_4bit 1: not true or false"),
     ("loss: x", ":1: loss x: must be one of grpo, dapo, gspo"),
@@ -168,7 +172,7 @@ def test_a_list_of_files_in_yaml_is_files_and_paths_in_python_are_text(tmp_path)
 
 def test_yaml_that_is_no_yaml(tmp_path):
     (tmp_path / "y.yaml").write_bytes(b"seed: \xff\xfe\n")
-    assert "y.yaml:1: byte 0xff is not UTF-8; save the file as UTF-8" in refusal("--config", str(tmp_path / "y.yaml"))
+    assert "y.yaml: byte 0xff is not UTF-8; save the file as UTF-8" in refusal("--config", str(tmp_path / "y.yaml"))
     (tmp_path / "y.yaml").write_text("a: " + "[" * 20000)
     assert "RecursionError" in refusal("--config", str(tmp_path / "y.yaml"))
     assert refusal("--config", f"{tmp_path}/x.yaml") == f"{tmp_path}/x.yaml: No such file or directory"
@@ -276,9 +280,40 @@ def test_what_is_not_here_is_not_called_by_another_name(name):
 
 def test_every_synonym_stands_once_and_means_a_flag():
     known = set().union(*(options(module.Config) for module in (grpo, dpo, sft, reward_weighted)), options(Toy))
-    words = [word for synonyms in SYNONYMS.values() for word in synonyms.split()]
+    words = [word for synonyms in SYNONYMS.values() for word in synonyms]
     assert len(words) == len(set(words)) > 60
-    assert {meant.split()[0] for meant in SYNONYMS} <= known
+    assert {meant.split()[0] for meant in SYNONYMS if not meant.startswith("extras/")} <= known
+
+
+def test_the_flags_of_a_layer_that_is_not_here_name_it(tmp_path):
+    """And a run that was made where it is may be continued, as long as it did not use it."""
+    @dataclasses.dataclass(kw_only=True)
+    class Bare(ModelFlags, core.config.LayerFlags, TrainingFlags, RunFlags):
+        pass
+    for words, says in (("--memory 4bit", "--memory"), ("--load_in_4bit", "--load_in_4bit"), ("--gradient-checkpointing", "--gradient_checkpointing")):
+        with pytest.raises(UserError, match=f"^{says} needs extras/memory, which is not here$"):
+            parse(Bare, words.split())
+    path = tmp_path / "config.yaml"
+    used, unused = MemoryFlags(memory="4bit"), MemoryFlags()
+    for given, line in ((used, 2), (dataclasses.replace(unused, load_in_4bit=True), 3)):
+        path.write_text("seed: 1\n" + yaml.safe_dump(vars(given), sort_keys=False))
+        with pytest.raises(UserError, match=f"config.yaml:{line}: .* needs extras/memory, which is not here$"):
+            parse(Bare, ["--config", str(path)])
+    path.write_text("seed: 1\n" + yaml.safe_dump(vars(unused), sort_keys=False))
+    assert parse(Bare, ["--config", str(path)]).seed == 1
+    lines = {word.partition("=")[0]: word.partition("=")[2] for word in SYNONYMS["extras/memory"]}
+    assert lines == {name: str(value).lower() for name, value in vars(unused).items()}
+
+
+def test_a_layer_that_is_asked_for_and_not_here_is_one_line(monkeypatch, capsys):
+    def train(_):
+        from extras.nowhere.at_all import name  # noqa: F401
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        core.config.main(Config, train, "")
+    assert ended.value.code == 2 and capsys.readouterr().err == "grpo.py: what was asked for needs extras/nowhere, which is not here\n"
 
 
 def test_config_waits_for_no_large_library():

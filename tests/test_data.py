@@ -159,7 +159,7 @@ def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
 
     def refused(*_):
         raise PermissionError(13, "Permission denied")
-    monkeypatch.setattr("core.config.open", refused, raising=False)  # root may read everything
+    monkeypatch.setattr("core.data.open", refused, raising=False)  # root may read everything
     for read, name in ((read_json, "x.json"), (read_rows, "x.jsonl"), (read_rows, "x.csv")):
         with pytest.raises(UserError, match=f"{name}: Permission denied"):
             read(write(tmp_path, "{}", name))

@@ -22,7 +22,7 @@ from core import run
 from extras.exact.checkpoint import newest_checkpoint, read_state
 from core.distributed import OneProcess
 from extras.ranks import Ranks
-from core.config import RankLost
+from extras.ranks import RankLost
 
 ROOT = Path(run.__file__).parent.parent
 # Every algorithm takes one step on recorded episodes, then grpo plays two steps of its own. argv: place, output folder.
@@ -31,7 +31,7 @@ import os
 import sys
 from pathlib import Path
 import dpo, grpo, reward_weighted, sft
-from extras.data.demonstrations import read_trajectories
+from schooling import read_trajectories
 place, out = map(Path, sys.argv[1:])
 common = dict(model_path=str(place / "base"), env="equations", max_samples=200, max_steps=1, learning_rate=1e-3, max_grad_norm=1e9,
               eval_tasks=0, lora_r=2, lora_dropout=0.25)

@@ -17,7 +17,7 @@ from extras.data.demonstrations import Encoder
 from envs.tasks import load_tasks
 from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
-from extras.data.imitation import demonstrate
+from schooling import demonstrate
 from core.data import prompt_of
 from core.distributed import join
 from core.config import UserError

@@ -17,6 +17,7 @@ from envs.tasks import drop_seen, load_tasks
 import envs
 from envs.calls import awaited, fit, needed
 from agent import load_environments
+from extras.exact.environments import sources
 from extras.background import in_thread
 from core.config import UserError
 from extras.exact.output_folder import OutputFolder
@@ -224,9 +225,9 @@ def test_two_neighbours_of_the_same_name_are_not_mixed_up(tmp_path, monkeypatch,
         (tmp_path / folder / file).write_text(f"WORD = {word!r}\n")
         (tmp_path / folder / f"env_{folder}.py").write_text("from words_of_mine import WORD\nclass Environment:\n    def reset(self):\n        return WORD\n    def get_reward(self):\n        return 0.0\n")
         names.append(f"{tmp_path / folder / f'env_{folder}.py'}:Environment")
-    assert len(envs.sources(SimpleNamespace(env=names[0], rewards=None))) == 2
+    assert len(sources(SimpleNamespace(env=names[0], rewards=None))) == 2
     with pytest.raises(UserError, match=f"env_two.py imports .*two/{file}, but words_of_mine is .*one/{file}; rename one"):
-        envs.sources(SimpleNamespace(env=",".join(names), rewards=None))
+        sources(SimpleNamespace(env=",".join(names), rewards=None))
 
 
 def test_a_script_beside_its_environment_trains_in_it(tmp_path, monkeypatch):
@@ -234,7 +235,7 @@ def test_a_script_beside_its_environment_trains_in_it(tmp_path, monkeypatch):
     (tmp_path / "env_of_mine.py").write_text("class Environment:\n    def reset(self):\n        return 'Go.'\n    def get_reward(self):\n        return 0.0\n")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
     name = f"{tmp_path / 'env_of_mine.py'}:Environment"
-    assert envs.sources(SimpleNamespace(env=name, rewards=None)) == [str(tmp_path / "env_of_mine.py")]
+    assert sources(SimpleNamespace(env=name, rewards=None)) == [str(tmp_path / "env_of_mine.py")]
 
 
 @pytest.mark.parametrize("line, name", [("from .near import ANSWER", "ANSWER"), ("from . import near", "near.ANSWER")])
@@ -245,7 +246,7 @@ def test_a_file_of_a_package_may_import_relatively_and_a_run_notes_what(tmp_path
     (tmp_path / "my.py").write_text(f"{line}\nclass Environment:\n    answer = {name}\n    def reset(self):\n        pass\n    def get_reward(self):\n        return 0.0\n")
     config = SimpleNamespace(env=f"{tmp_path / 'my.py'}:Environment", rewards=None)
     assert envs.load(config.env).answer == 42
-    assert sorted(envs.sources(config)) == [str(tmp_path / "my.py"), str(tmp_path / "near.py")]
+    assert sorted(sources(config)) == [str(tmp_path / "my.py"), str(tmp_path / "near.py")]
 
 
 @pytest.mark.parametrize("line", ["from texts.clean import ANSWER", "import tomllib; ANSWER = 42"])
@@ -256,7 +257,7 @@ def test_folders_without_init_beside_a_file_hinder_nothing(tmp_path, line):
     (tmp_path / "texts" / "clean.py").write_text("ANSWER = 42\n")
     (tmp_path / "my.py").write_text(f"{line}\nclass Environment:\n    answer = ANSWER\n    def reset(self):\n        pass\n    def get_reward(self):\n        return 0.0\n")
     config = SimpleNamespace(env=f"{tmp_path / 'my.py'}:Environment", rewards=None)
-    assert envs.load(config.env).answer == 42 and envs.sources(config) == [str(tmp_path / "my.py")]
+    assert envs.load(config.env).answer == 42 and sources(config) == [str(tmp_path / "my.py")]
 
 
 def test_limits_are_the_largest_that_the_environments_state(tmp_path):

@@ -13,7 +13,7 @@ import reward_weighted
 import sft
 import agent
 from extras.serve import chat as talk
-from extras.data.demonstrations import read_trajectories
+from schooling import read_trajectories
 from core.run import Run
 from core.tiny import make_tiny
 

@@ -31,7 +31,7 @@ def save_checkpoint(model, folder, step):
     """Write a checkpoint as a run does."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("seed: 1\n")
-    state = dict(step=step, algorithm="grpo", score=None, before={}, seconds=0.0, schedule=None, bad=0, made_of={}, lines={}, unlogged=None)
+    state = dict(step=step, algorithm="grpo", scores={}, before={}, seconds=0.0, planned=None, bad=0, made_of={}, lines={}, unlogged=None)
     write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", training(partial(save_model, model)), state)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from envs.tasks import load_tasks
 import envs
-from extras.data.imitation import demonstrate
+from schooling import demonstrate
 from bench.meetings import (
     PERSONAS,
     PRIOR,

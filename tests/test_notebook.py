@@ -16,6 +16,7 @@ import sft
 import layers
 from agent import evaluate, rollout
 from envs.tasks import load_tasks
+from extras.exact.environments import sources
 from core.config import UserError, convert, options
 from core.run import Run
 from layers import load_model
@@ -148,7 +149,7 @@ def test_the_name_of_a_class_is_one_that_finds_it():
         cls = envs.load(name)
         config = grpo.Config(env=cls)
         assert envs.load(config.env) is cls and convert(config.env, options(grpo.Config)["env"], "--env") == config.env
-        assert envs.sources(config) == envs.sources(grpo.Config(env=name))
+        assert sources(config) == sources(grpo.Config(env=name))
 
     class Local:
         pass

@@ -1,5 +1,4 @@
 """What a run prints, in a terminal and elsewhere: its plan, a bar, a line a step, advice, the table at the end."""
-import json
 import os
 import pty
 import re
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import programs
 import pytest
 
+import schooling
 import dpo
 import grpo
 import reward_weighted
@@ -19,8 +19,7 @@ import sft
 from envs.tasks import train_and_held_out
 from extras.show import bars
 from extras.show import notes
-from core.model import checkpoints
-from core.config import options, Stop
+from core.config import Stop, options
 from extras.exact.process import Signals
 from core.tiny import make_tiny
 
@@ -42,19 +41,18 @@ def test_a_reward_that_was_not_finite_hinders_no_report():
 
 
 def test_a_pipe_gets_a_line_a_step_and_no_bars(base, tmp_path):
-    words = ["grpo.py", "--model_path", base, *SMALL, *STEPS, "--kl_coef", 0.1, "--eval_every", 2, "--output_dir", tmp_path / "r"]
+    words = ["grpo.py", "--model_path", base, *SMALL, *STEPS, "--kl_coef", 0.1, "--eval_every", 1, "--output_dir", tmp_path / "r"]
     done = subprocess.run([sys.executable, *map(str, words)], cwd=programs.ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "\r" not in done.stdout and "\x1b" not in done.stdout
     number = r"-?[\d.e-]+ *"
     lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
     assert re.fullmatch(r"\S+: Qwen3ForCausalLM: training and decoding checked in \d+\.\d s", lines.pop(0))
-    assert lines[:3] == ["playing 3 episodes: at most 256 tokens each, 16 a turn", lines[1],
-                         "training: 2 steps, each of 2 tasks x 2 episodes of at most 256 tokens"]
-    assert re.fullmatch(r"before: success \d.\d{3}, reward -?\d.\d{3}", lines[1])
+    assert lines[:2] == ["training: 2 steps, each of 2 tasks x 2 episodes of at most 256 tokens", "playing 3 episodes: at most 256 tokens each, 16 a turn"]
+    assert re.fullmatch(r"before: success \d.\d{3}, reward -?\d.\d{3}", lines[2])
     for step, line in ((1, lines[3]), (2, lines[5])):
         assert re.fullmatch(rf"step {step}/2  success {number}  reward {number}  entropy {number}  kl {number}  [\d.]+ s, [\d.]+ s left", line), line
         assert len(line) <= 100
-    assert lines[4].startswith("after step 2: success ")
+    assert lines[4].startswith("after step 1: success ")
     table = lines[lines.index("") + 1:-2]
     assert table[0].startswith("held out: 3 tasks; trained: 2 steps, ") and table[1].split() == ["before", "after", "95", "%", "interval"]
     assert [line.split()[0] for line in table[2:]] == ["success", "reward", "actions", "structure", "completion", "truncated", "tool_errors"]
@@ -149,7 +147,7 @@ success/my_env.py:Mine      0.000     0.000
 # --------------------------------------------------------------------------------------------------------- the schooling
 @pytest.fixture
 def short_schooling(monkeypatch):
-    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 16, "max_steps": 3, "batch_size": 4})
+    monkeypatch.setattr(schooling, "TINY_SFT", {**schooling.TINY_SFT, "max_samples": 16, "max_steps": 3, "batch_size": 4})
 
 
 def test_the_schooling_says_one_line(short_schooling, tmp_path, capfd):
@@ -188,37 +186,41 @@ def test_the_schooling_has_the_tasks_of_the_run_but_for_those_held_out(short_sch
     (tmp_path / "mine.py").write_text(NEEDS_TASKS)
     tasks = [{"theirs": f"w{i}"} for i in range(count)]
     taught = []
-    demonstrations = sft.demonstrations
-    monkeypatch.setattr(sft, "demonstrations", lambda *args: taught.append(demonstrations(*args)) or taught[0])
+    imitate = schooling.imitate
+    monkeypatch.setattr(schooling, "imitate", lambda model, episodes, seed: taught.extend(episodes) or imitate(model, episodes, seed))
     config = grpo.Config(env=f"{tmp_path}/mine.py:Mine", dataset=tasks, fields="word=theirs", output_dir=str(tmp_path / "r"), lora_r=2, max_steps=0, eval_tasks=eval_tasks,
                          max_new_tokens=8, max_turns=1)
     grpo.train(config)
-    words = [{t.info["task"]["word"] for t in episodes} for episodes in taught[0]]
-    assert words[0] <= {f"w{i}" for i in range(count)} and len(words[0]) == (3 if count == 3 else 16)
+    words = {t.info["task"]["word"] for t in taught}
+    assert words <= {f"w{i}" for i in range(count)} and len(words) == (3 if count == 3 else 16)
     train, held_out = train_and_held_out(grpo.settle(config), 100)
-    assert words[0] <= {task["word"] for task in train} and not words[0] & {task["word"] for task in held_out}
+    assert words <= {task["word"] for task in train} and not words & {task["word"] for task in held_out}
 
 
-@pytest.mark.slow
-def test_an_interrupted_schooling_keeps_its_steps(short_schooling, tmp_path, monkeypatch, capfd):
+def test_an_interrupted_schooling_begins_anew(short_schooling, tmp_path, monkeypatch, capfd):
+    """And comes to the same model as one that nothing interrupts."""
     config = grpo.Config(output_dir=str(tmp_path / "r"), lora_r=2, max_steps=0, eval_tasks=0)
-    clip = sft.clip_grad_norm_
+    clip, calls = schooling.clip_grad_norm_, []
 
     def interrupted(*args):
-        clip.calls = getattr(clip, "calls", 0) + 1
-        if clip.calls == 2:
+        calls.append(args)
+        if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGINT)  # in the midst of the second step
         return clip(*args)
 
-    monkeypatch.setattr(sft, "clip_grad_norm_", interrupted)
+    monkeypatch.setattr(schooling, "clip_grad_norm_", interrupted)
     with pytest.raises(Stop) as stop, Signals():
         grpo.train(config)
-    assert re.fullmatch(rf"stopped by SIGINT after step 1 in {tmp_path}/r/schooling; continue with: python \S*grpo.py --config \S+ --resume", str(stop.value))
-    assert [path.name for path in checkpoints(tmp_path / "r" / "schooling")] == ["step_000001"]
+    assert re.fullmatch(r"stopped by SIGINT after step 0; continue with: python \S*grpo.py --config \S+ --resume", str(stop.value))
+    assert not (tmp_path / "r" / "base").exists()
     config.resume = True
     grpo.train(config)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "r" / "schooling" / "metrics.jsonl").open()]
-    assert steps == [0, 1, 2] and "after step 1" not in capfd.readouterr().out and clip.calls == 4
+    assert len(calls) == 2 + 3 and "after step" not in capfd.readouterr().out
+    grpo.train(grpo.Config(output_dir=str(tmp_path / "whole"), lora_r=2, max_steps=0, eval_tasks=0))
+    names = sorted(path.name for path in (tmp_path / "whole" / "base").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "r" / "base").iterdir()) and "model.safetensors" in names
+    for name in names:
+        assert (tmp_path / "r" / "base" / name).read_bytes() == (tmp_path / "whole" / "base" / name).read_bytes()
 
 
 # --------------------------------------------------------------------------------------------------------------- advice

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import programs
 import pytest
-from saving import save, training
+from saving import load, save
 from test_resume import ENVIRONMENT, Killed, assert_equal, config, place, stopped, toy, train  # noqa: F401  (fixtures)
 
 import grpo
 import sft
 from agent import Trajectory
-from extras.data.demonstrations import read_trajectories
+from schooling import read_trajectories
 from extras.exact import checkpoint, output_folder
 from extras.exact.checkpoint import check_base, newest_checkpoint, prune, read_state
 from core.model import checkpoints
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_this_version_has_not_written_is_refused_in_a_line(sto
         sft.train(again)
     assert re.search(r"state\.json|nothing|step_000002|the file this run began with", str(refused.value)) and "\n" not in str(refused.value)
     try:
-        prune(tmp_path / "run")  # it does not fail, and removes nothing that is not ours
+        prune(tmp_path / "run", {})  # it does not fail, and removes nothing that is not ours
         load_model(str(tmp_path / "run"), train=False)
     except UserError as error:
         assert "\n" not in str(error)
@@ -132,7 +132,7 @@ def test_killed_while_an_old_checkpoint_is_removed_no_half_one_has_its_name(stop
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", killed)
-        prune(tmp_path / "run")
+        prune(tmp_path / "run", {})
     whole = checkpoints(tmp_path / "run")
     assert len(whole) == 4 and all(map(read_state, whole))
 
@@ -148,7 +148,7 @@ def test_a_folder_into_which_others_write_does_not_end_the_run_that_removes_it(s
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", rmdir)
-        prune(tmp_path / "run")
+        prune(tmp_path / "run", {})
     assert first not in checkpoints(tmp_path / "run")
 
 
@@ -168,7 +168,7 @@ def test_four_checkpoints_are_on_the_disk_while_one_is_written_and_there_is_room
     seal = checkpoint._seal
     monkeypatch.setattr(checkpoint, "_seal", lambda *args: (seal(*args), most.append(len(os.listdir(tmp_path / "checkpoints")))))
     for step, score in enumerate((0.9, 0.1, 0.2, 0.3, 0.4), 1):
-        book.line = {"eval/success": score}
+        book.scores[str(step)] = score
         save(book, step)
     assert max(most) == 4 and len(checkpoints(tmp_path)) == 3
 
@@ -192,15 +192,14 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_does_not_begin(place, tm
 def test_the_log_of_episodes_keeps_the_newest_and_thins_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(output_folder, "EPISODE_BYTES", 20_000)
     book = Run(grpo.Config(output_dir=str(tmp_path), save_every=1000), "grpo")
-    book.begin()
-    book.before, book.saved_at, book.training = {}, 0.0, training()
     path, saved = tmp_path / "trajectories.jsonl", set()
-    for step in range(200):
-        book.line = {}
+    for step in load(book, 201):
+        if step == 200:  # the last step is saved in any case
+            break
         book.log_episodes([Trajectory([1, 2], [0, 1], [0.0, -1.0], [1.0], 1.0, group_id=f"{step}-{i // 2}", stop_reason="done",
                                       info={"env": "e", "task": {}, "success": True}) for i in range(4)])
-        before, book.step = path.stat().st_size, step + 1
-        book._close_step(None, {})
+        before = path.stat().st_size
+        book.end_step(step)
         assert path.stat().st_size <= min(before, 20_000)
         if path.stat().st_size < before:  # a checkpoint holds the size after the log was thinned
             saved.add(step + 1)

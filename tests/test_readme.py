@@ -14,7 +14,7 @@ import reward_weighted
 import sft
 from envs import load
 from envs.tasks import load_tasks
-from extras.data.imitation import demonstrate
+from schooling import demonstrate
 from core.config import options, parse
 
 ROOT = Path(__file__).parent.parent

@@ -17,6 +17,7 @@ from programs import Program
 from safetensors.torch import load_file
 from saving import save
 
+import schooling
 import dpo
 import envs
 import grpo
@@ -24,8 +25,8 @@ import reward_weighted
 import sft
 from agent import Limits, rollout
 from envs.tasks import load_tasks
-from extras.data.demonstrations import read_trajectories
-from extras.data.imitation import demonstrate
+from schooling import read_trajectories
+from schooling import demonstrate
 from core import run
 from extras.exact.checkpoint import _checksum, newest_checkpoint, read_state
 from core.model import base_of, checkpoints
@@ -36,7 +37,7 @@ from extras.exact.output_folder import OutputFolder
 from extras.exact.resuming import _sequences
 from layers import load_model
 from lora_helpers import merge
-from core.model import save_model
+from core.model import save_model, scheduled
 from core.tiny import make_tiny
 
 ROOT = Path(run.__file__).parent.parent
@@ -166,12 +167,12 @@ def test_killed_in_every_step_and_resumed_is_never_having_stopped(place, tmp_pat
 
 def test_killed_before_the_first_checkpoint_it_begins_again_on_the_same_base(place, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(grpo, "rollout", lambda *args, **options: rewarded(rollout(*args, **options)))
-    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 16, "max_steps": 2})
+    monkeypatch.setattr(schooling, "TINY_SFT", {**schooling.TINY_SFT, "max_samples": 16, "max_steps": 2})
     options = dict(model_path="tiny", env="equations", lora_r=2, tasks_per_step=2, max_steps=2)
     grpo.train(config(grpo, place, tmp_path / "whole", **options))
     again = config(grpo, place, tmp_path / "killed", **options)
     with monkeypatch.context() as patch:
-        patch.setattr(sft, "merge", lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(schooling, "scheduled", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             grpo.train(again)  # in the midst of making the base
     again.resume = True
@@ -373,7 +374,7 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     book = Run(sft.Config(output_dir=str(tmp_path), save_every=1), "sft")
     book.begin()
     for step, score in enumerate((0.1, 0.7, 0.3, 0.4, None, 0.7, 0.2), 1):
-        book.line = {} if score is None else {"eval/success": score}
+        book.scores[str(step)] = score
         save(book, step)
         names = [int(path.name[5:]) for path in checkpoints(tmp_path)]
         assert names == sorted({1 if step == 1 else 2, step, max(step - 1, 1)}), step
@@ -409,10 +410,10 @@ def test_a_second_run_on_the_folder_is_refused_and_a_dead_one_is_no_hindrance(pl
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_go_on(stopped, tmp_path):
     again = stopped(tmp_path / "run")
     (tmp_path / "full.py").write_text(
-        "import resource, signal, sys; import sft; from core import program\n"
-        f"config = sft.Config(**{vars(again)!r})\n"
+        "import resource, signal, sys; import sft; from core import config as program\n"
+        f"chosen = sft.Config(**{vars(again)!r})\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
-        "program.parse = lambda *_: config\n"
+        "program.parse = lambda *_: chosen\n"
         "program.main(sft.Config, sft.train, '')")
     done = programs.run(tmp_path / "full.py")
     assert done.returncode == 4, done.stderr
@@ -492,11 +493,11 @@ def test_a_checkpoint_of_another_version_is_played_but_not_continued(place, tmp_
         train(sft, again, monkeypatch, 2)
     path = newest_checkpoint(again.output_dir) / "state.json"
     state = json.loads(path.read_text())
-    del state["checksum"], state["schedule"]
+    del state["checksum"], state["planned"]
     path.write_text(to_json({**state, "checksum": _checksum(state)}))
     load_model(again.output_dir, train=False)
     again.resume = True
-    with pytest.raises(UserError, match=rf"{path.parent}: another version of the project wrote it \(schedule is missing\); continue with that"):
+    with pytest.raises(UserError, match=rf"{path.parent}: another version of the project wrote it \(planned is missing\); continue with that"):
         sft.train(again)
 
 
@@ -517,7 +518,7 @@ def test_an_adapter_whose_base_was_replaced_is_refused_and_one_that_moved_with_i
         load_model(str(tmp_path / "run"), train=False)
     path.write_bytes(data)
     load_model(str(tmp_path / "run"), train=False)
-    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 8, "max_steps": 1})
+    monkeypatch.setattr(schooling, "TINY_SFT", {**schooling.TINY_SFT, "max_samples": 8, "max_steps": 1})
     options = dict(model_path="tiny", lora_r=2, tasks_per_step=2, max_steps=0)
     grpo.train(config(grpo, place, tmp_path / "grpo", **options))
     weights = (tmp_path / "grpo" / "base" / "model.safetensors").read_bytes()
@@ -617,11 +618,10 @@ def test_the_schedule_belongs_to_the_run(place, tmp_path):
 
 @pytest.mark.parametrize("total, warmup", [(2, [1.0, 1.0]), (10, [1.0, 1.0]), (50, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]), (340, [0.05, 0.1])])
 def test_the_warm_up_is_a_tenth_of_the_steps_and_at_most_twenty(total, warmup):
-    run_of = SimpleNamespace(schedule=total)
     for step, share in enumerate(warmup):
-        assert run.Run.scheduled(run_of, 2.0, step) == pytest.approx(2.0 * share * (1 - 0.9 * step / total))
-    assert run.Run.scheduled(run_of, 2.0, 30) < 2.0
-    assert run.Run.scheduled(run_of, 2.0, total) == pytest.approx(0.2)
+        assert scheduled(2.0, step, total) == pytest.approx(2.0 * share * (1 - 0.9 * step / total))
+    assert scheduled(2.0, 30, total) < 2.0
+    assert scheduled(2.0, total, total) == pytest.approx(0.2)
 
 
 def test_flipped_bits_are_refused_or_change_nothing(stopped, tmp_path):

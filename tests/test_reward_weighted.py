@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import schooling
 import grpo
 import reward_weighted as rw
 import sft
-from agent import Trajectory, collate, rollout
+from agent import Trajectory, rollout
+from core.data import collate
 from envs.tasks import load_tasks
-from extras.data.demonstrations import read_trajectories
+from schooling import read_trajectories
 from core.config import options, UserError
 from core.data import turn_index
 from layers import load_model
@@ -304,7 +306,7 @@ def test_the_same_command_twice_gives_the_same_bytes(place, tmp_path):
 
 
 def test_without_model_or_data_it_makes_both(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 16, "max_steps": 1})
+    monkeypatch.setattr(schooling, "TINY_SFT", {**schooling.TINY_SFT, "max_samples": 16, "max_steps": 1})
     result = rw.train(rw.Config(output_dir=str(tmp_path), max_steps=1, tasks_per_step=2, group_size=2, max_tokens=160, eval_tasks=2))
     out = capfd.readouterr().out
     assert result["steps"] == 1 and "tiny model: made in" in out

@@ -16,6 +16,7 @@ import envs
 from agent import Limits, Trajectory, rollout
 from layers import rewards_of
 from extras import rewards
+from extras.exact.environments import sources
 from extras.vllm.ahead import Ahead
 from envs.tasks import load_tasks
 from core.data import summarise
@@ -430,7 +431,7 @@ def test_an_episode_of_a_rollout_is_paid_and_logged(functions):
         assert t.reward_parts["of_logprobs"] == pytest.approx(mean) and t.reward_parts["half"] == 0.5 and t.reward_parts["length"] == -1.0  # random turns are cut
         assert t.reward == pytest.approx(t.reward_parts["environment"] + 2 * mean + 0.5 - 1.0) and sum(t.rewards) == pytest.approx(t.reward)
     assert {"reward/of_logprobs", "reward/half", "reward/environment"} <= set(summarise(found))
-    assert functions in envs.sources(config)  # a run is not resumed on other functions
+    assert functions in sources(config)  # a run is not resumed on other functions
 
 
 def test_a_partial_is_noted_with_the_file_of_its_function(functions):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from config_helpers import Config
-from saving import save, training, weights
+from saving import load, save, weights
 
 import grpo
 import sft
@@ -25,9 +25,11 @@ from agent import Trajectory
 from extras.exact import output_folder
 from core import run
 from extras.exact.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
-from core.config import UserError, mix, parse
+from core.config import Stop, UserError, mix, parse
 from core.data import finite, message_lines
+from core.model import steps_of
 from core.run import LOGGED_EPISODES, Run
+from extras.exact.process import Signals
 
 ROOT = Path(run.__file__).parent.parent
 
@@ -47,6 +49,7 @@ def program(tmp_path_factory):
         from core.config import flag
         from core.config import UserError
         from core.config import main
+        import extras.exact
         assert not {"torch", "yaml", "transformers", "safetensors"} & set(sys.modules)
 
         @dataclass
@@ -101,12 +104,11 @@ def test_success_and_our_own_bugs(program):
     assert done.returncode == 1 and "Traceback" in done.stderr                       # a bug keeps its traceback
 
 
-def test_a_program_that_does_not_train_names_other_flags():
-    from types import SimpleNamespace
-
-    from core.config import _explain
-    words, code = _explain(MemoryError(), SimpleNamespace(run=None), False)
-    assert code == 1 and words == "out of memory: MemoryError; lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
+def test_a_program_that_does_not_train_names_other_flags(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["agent.py"])
+    with pytest.raises(Stop) as ended, Signals():
+        raise MemoryError()
+    assert ended.value.code == 1 and str(ended.value) == "out of memory: MemoryError; lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
 
 
 def test_a_terminal_obeys_nothing_of_an_episode_that_is_printed():
@@ -280,26 +282,27 @@ def test_tokens_per_second_are_those_of_all_episodes_of_the_step(tmp_path):
     Of the update those of each pass: with four updates a step it seemed to take four times as long for a token.
     """
     book = started(tmp_path, batch_size=4)
-    book.line, book.rollout_seconds, book.rollout_tokens = {"episodes": 6, "tokens": 100, "sampled_tokens": 30}, 4.0, 240
+    line, book.rollout_seconds, book.rollout_tokens = {"episodes": 6, "tokens": 100, "sampled_tokens": 30}, 4.0, 240
+    book.passed = 0
     assert [len([*book.micro_batches(6, 0, update)]) for update in range(4)] == [2] * 4
-    timing = book._timing(10.0)
+    timing = book.timing_of(line, 10.0)
     assert (timing["update_seconds"], timing["update_tokens_per_second"], timing["rollout_tokens_per_second"]) == (6, 400, 60)
-    book.line["staleness"] = 1  # they were played during another step
-    assert "rollout_tokens_per_second" not in book._timing(10.0)
+    line["staleness"] = 1  # they were played during another step
+    assert "rollout_tokens_per_second" not in book.timing_of(line, 10.0)
 
 
 def test_a_laptop_that_sleeps_in_a_step_does_not_make_it_longer(tmp_path, monkeypatch):
     """The wall clock runs on meanwhile, and a time server sets it back: rollout and step need one clock, which does neither."""
     book = Run(sft.settle(sft.Config(output_dir=str(tmp_path))), "sft")
-    state = training()
     now = time.time()
-    for step in book.steps(3, state, dict):
+    for step in load(book, 3):
         book.log(episodes=1, tokens=10, sampled_tokens=5)
         book.rollout_seconds, book.passed = 1e-9, 1
         monkeypatch.setattr(time, "time", lambda: now + (3600, -60, 0)[step])
+        book.end_step(step)
     timing = strict(tmp_path / "timing.jsonl")
     assert all(0 < row["update_seconds"] < 60 and row["update_tokens_per_second"] > 0 for row in timing)
-    assert 0 < book.finish()["seconds"] < 60
+    assert 0 < book.finish({})["seconds"] < 60
 
 
 def test_resume_drops_later_steps_and_cut_lines(tmp_path):
@@ -525,5 +528,4 @@ def test_programs_with_a_main_of_their_own_print_to_an_ascii_terminal_and_no_bar
 @pytest.mark.parametrize("tasks, per_step, epochs, steps", [(10, 8, 1, 2), (15, 8, 8, 15), (16, 8, 3, 6), (11, 10, 10, 11), (4, 8, 10, 5), (1, 8, 1, 1)])
 def test_num_epochs_is_passes_over_all_tasks(tasks, per_step, epochs, steps):
     """15 tasks, 8 a step: 8 epochs once were 8 steps, little more than 4 passes."""
-    made = SimpleNamespace(values={"max_steps": None}, config=SimpleNamespace(num_epochs=epochs), ranks=SimpleNamespace(first=lambda act: act()))
-    assert Run.total_steps(made, tasks / per_step, 36) == steps
+    assert steps_of(SimpleNamespace(max_steps=None, num_epochs=epochs), tasks / per_step, 36) == steps

@@ -22,8 +22,8 @@ from core.config import EnvironmentFault, Stop
 from core.data import to_json
 from envs.tasks import load_tasks
 from extras import isolate
-from extras.data import imitation
-from extras.data.imitation import demonstrate
+import schooling
+from schooling import demonstrate
 from extras.isolate import Session, Watch
 from core.tiny import make_tiny
 
@@ -502,7 +502,7 @@ def test_plain_and_isolated_sessions_give_the_same_episodes(monkeypatch, name):
         Shop.threads.clear()
         played = rollout(model, tokenizer, name, tasks, 3, limits=Limits(max_new_tokens=24, max_tokens=900), seed=5)
         assert {t.stop_reason == "error" for t in played} == ({True, False} if name == "shop" else {False})
-        monkeypatch.setattr(imitation, "sessions", sessions)
+        monkeypatch.setattr(schooling, "sessions", sessions)
         if name != "gsm8k":
             Shop.threads.clear()
             played += demonstrate(tokenizer, name, tasks)

@@ -1,18 +1,24 @@
 """sft.py: the loss is the mean over what the demonstrator wrote, batches lose nothing, and it learns to imitate."""
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
-from envs.tasks import load_tasks
+import envs
 import grpo
+import schooling
 import sft
-from agent import Trajectory, collate
-from extras.data.imitation import demonstrate
+from agent import Trajectory
+from schooling import demonstrate
+from envs.tasks import load_tasks
+from core.data import collate
 from core.config import UserError
 from core.run import Run
 from core.data import batches_of_like_length
+from core.model import newest
 from layers import load_model
 from core.logprobs import token_logprobs
 
@@ -125,15 +131,31 @@ class Taught(Exception):
 
 @pytest.mark.parametrize("plays", [True, False])
 def test_the_schooling_has_the_flags_of_its_run_and_only_tasks_that_are_played(tmp_path, monkeypatch, plays):
-    def stop(config):
-        raise Taught(config)
-    monkeypatch.setattr(sft, "train", stop)
+    def stop(*args, **options):
+        raise Taught(*args, options)
+    monkeypatch.setattr(schooling, "play_expert", stop)
     flags = dict(env="gsm8k", env_options="tools=calculator+python", unsafe_code=True, rewards="length=0.5", fields="question=problem", seed=3)
-    config = grpo.Config(output_dir=str(tmp_path), dataset="tasks.jsonl", **flags)
+    config = grpo.Config(output_dir=str(tmp_path), dataset="tasks.jsonl", max_tokens=99, max_turns=1, **flags)
     with pytest.raises(Taught) as caught:
-        sft.teach_tiny(config, Run(config, "grpo"), plays)
-    schooling = caught.value.args[0]
-    assert {name: getattr(schooling, name) for name in flags} == flags and schooling.tasks == ("tasks.jsonl" if plays else None)
+        schooling.teach_tiny(config, Run(config, "grpo"), plays)
+    asked, _, split, count, noise, limits, options = caught.value.args
+    assert {name: getattr(asked, name) for name in flags} == flags and options == {"files": ("tasks.jsonl" if plays else None, None)}
+    assert (split, count, noise) == ("train", 1400, 0.6)
+    assert limits == envs.Limits(**envs.limits("gsm8k") | {"max_turns": 6})  # those of the environment, whatever the run's are
+
+
+def test_the_tiny_model_is_taught_what_sft_teaches(tmp_path, monkeypatch):
+    """In a loop of its own, and to the same weights, bit for bit."""
+    short = dict(max_samples=40, max_steps=4, batch_size=16)
+    monkeypatch.setattr(schooling, "TINY_SFT", {**schooling.TINY_SFT, **short})
+    sft.train(sft.Config(output_dir=str(tmp_path / "sft"), env="equations", expert_noise=0.6, max_turns=6, eval_tasks=0, seed=1, **short))
+    config = grpo.Config(output_dir=str(tmp_path / "grpo"), seed=1)
+    base = schooling.teach_tiny(config, Run(config, "grpo"))
+    taught, trained = (load_file(Path(folder) / "model.safetensors") for folder in (base, newest(str(tmp_path / "sft"))))
+    assert taught.keys() == trained.keys() and all(torch.equal(tensor, taught[name]) for name, tensor in trained.items())
+    monkeypatch.setattr(schooling, "imitate", None)
+    config.resume = True
+    assert schooling.teach_tiny(config, Run(config, "grpo")) == base  # not taught again
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ import pytest
 import torch
 from programs import Program
 from safetensors.torch import load_file
-from saving import training
+from saving import load
 from test_resume import CASES, assert_equal, config, place, rewarded  # noqa: F401  (place is a fixture)
 
+import schooling
 import dpo
 import grpo
 import reward_weighted
@@ -31,6 +32,7 @@ from extras.show.notes import Alarms, alarms
 from core.model import checkpoints
 from extras.exact.checkpoint import newest_checkpoint
 from core.config import options, Stop
+from core.distributed import OneProcess
 from core.run import Run
 from extras.exact.process import Signals
 from core.engine import Engine
@@ -120,9 +122,10 @@ def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_afte
     assert_equal(a, b)
 
 
-def test_a_signal_outside_the_loop_leaves_at_once_and_names_the_outermost_run(place, tmp_path, monkeypatch):  # noqa: F811
-    at(monkeypatch, sft, "token_logprobs", lambda number: number == 2, signal.SIGTERM)
-    monkeypatch.setattr(sft, "TINY_SFT", {**sft.TINY_SFT, "max_samples": 8, "max_steps": 3, "batch_size": 4})
+def test_a_signal_outside_the_loop_leaves_at_once(place, tmp_path, monkeypatch):  # noqa: F811
+    """While the tiny model is taught, too."""
+    at(monkeypatch, schooling, "token_logprobs", lambda number: number == 2, signal.SIGTERM)
+    monkeypatch.setattr(schooling, "TINY_SFT", {**schooling.TINY_SFT, "max_samples": 8, "max_steps": 3, "batch_size": 4})
     with Signals(), pytest.raises(Stop, match="grpo.py --config .* --resume") as caught:
         grpo.train(config(grpo, place, tmp_path, model_path="tiny", max_steps=1))
     assert caught.value.code == 143
@@ -194,13 +197,14 @@ def spoil(monkeypatch, module, steps):
     monkeypatch.setattr(module, "clip_grad_norm_", spoilt)
 
 
-def test_the_last_step_is_evaluated_once(place, tmp_path, monkeypatch):  # noqa: F811
-    """Where --eval_every has just done it, the numbers after training are those."""
+def test_each_line_holds_the_evaluation_of_the_policy_before_its_step(place, tmp_path, monkeypatch):  # noqa: F811
+    """The first one is that before training, and the last one, after training, is in no line."""
     evaluated, evaluate = [], grpo.evaluate
     monkeypatch.setattr(grpo, "evaluate", lambda *a, **k: evaluated.append(1) or evaluate(*a, **k))
     result = grpo.train(config(grpo, place, tmp_path, max_steps=2, eval_every=1, eval_tasks=2))
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert len(evaluated) == 3 and result["success_after"] == last["eval/success"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(evaluated) == 3 and ["eval/success" in line for line in lines] == [False, True]
+    assert result["before"]["success"] == result["success_before"] and result["after"]["success"] == result["success_after"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -235,23 +239,36 @@ def test_weights_and_optimizer_are_unchanged_and_the_third_in_a_row_stops(place,
     assert any(v.any() for k, v in load_file(first / "optimizer.safetensors").items() if k.endswith("exp_avg"))
 
 
-def test_a_loss_that_is_not_finite_is_skipped_too(tmp_path):
-    book, weight = Run(sft.Config(output_dir=str(tmp_path)), "sft"), torch.nn.Parameter(torch.ones(2))
-    book.begin()
-    book.training = training(optimizer=torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5))
-    episode = Trajectory(token_ids=[1], reward=1.0)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_that_is_not_finite_is_skipped_too(place, tmp_path, monkeypatch, name):  # noqa: F811
+    module, options = options_of(name, place)
+    paid(monkeypatch, module)
+    updates = options.get("updates_per_step", 2 if module is reward_weighted else 1)
+    calls, whole = [0], OneProcess.all_reduce
 
-    def update(loss, norm):
-        before = weight.detach().clone()
-        weight.grad = torch.ones(2)
-        book.discard_if_not_finite([episode], loss, norm)
-        book.training.optimizer.step()
-        return not torch.equal(before, weight)
-    assert update(1.0, 2.0) and book.updated
-    for book.step, (loss, norm) in enumerate([(float("nan"), 0.0), (1.0, float("inf"))], 1):
-        assert not update(loss, norm)
-    assert update(1.0, 2.0) and book.bad == 0  # three in a row, not three in all
-    assert sorted(path.name for path in tmp_path.glob("bad*")) == ["bad_step_1.json", "bad_step_2.json"]
+    def spoilt(self, model, metrics):
+        calls[0] += 1
+        return whole(self, model, metrics) | ({"loss": float("inf")} if calls[0] > 2 * updates else {})
+    monkeypatch.setattr(OneProcess, "all_reduce", spoilt)
+    module.train(config(module, place, tmp_path, **options))
+    assert "loss inf" in json.loads((tmp_path / "bad_step_2.json").read_text())["why"]
+    first, second = checkpoints(tmp_path)[-2:]
+    assert all((second / file.name).read_bytes() == file.read_bytes() for file in first.glob("*.safetensors"))
+
+
+def test_three_updates_in_a_row_end_a_run_and_not_three_in_all(tmp_path):
+    book, weight = Run(sft.settle(sft.Config(output_dir=str(tmp_path))), "sft"), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    for step in load(book, 5, optimizer=optimizer):
+        if step == 2:
+            weight.grad = torch.ones(2)
+            optimizer.step()
+            assert book.updated
+        else:
+            book.skip([Trajectory(token_ids=[1], reward=1.0)], "loss nan")
+        book.end_step(step)
+        assert book.bad == (1, 2, 0, 1, 2)[step]
+    assert sorted(path.name for path in tmp_path.glob("bad*")) == [f"bad_step_{step}.json" for step in (0, 1, 3, 4)]
 
 
 ENVIRONMENT = '''
@@ -352,10 +369,9 @@ def test_alarms_need_no_name_of_a_metric():
 def test_each_alarm_is_one_line_told_once_also_after_resuming(tmp_path, capsys):
     for total in (12, 20):
         book = Run(sft.settle(sft.Config(output_dir=str(tmp_path), max_steps=total, resume=True)), "sft")
-        state = training()
-        state.load_weights = lambda folder: None
-        for step in book.steps(total, state, dict):
+        for step in load(book, total):
             book.log(**{**HEALTHY, "entropy": 0.07 if step < 6 else 0.001, "actions": 3.0 if step < 10 else 0.0})
+            book.end_step(step)
     alarms = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
     assert [re.sub(" fell.*", "", line) for line in alarms] == ["ALARM, step 10: entropy", "ALARM, step 14: tool calls an episode"]
 
@@ -366,7 +382,7 @@ PLACES = [
     ((grpo, "token_logprobs"), 3, 1),                        # the first micro-batch of step 1 (two updates of one each)
     ((grpo, "clip_grad_norm_"), 3, 1),                       # before the first update of step 1
     ((run.Run, "write_line"), 2, 2),                         # after step 1, whose line is not written yet
-    ((run.Run, "_save"), 2, 2),
+    ((run.Run, "save"), 2, 2),
     ((grpo, "evaluate"), 2, 3)]                              # the last evaluation, after the last checkpoint
 
 
@@ -377,7 +393,7 @@ def test_any_error_saves_the_last_whole_step_and_resuming_is_never_having_stoppe
     paid(monkeypatch, module)
     options |= {"batch_size": 16, "updates_per_step": 2, "kl_coef": 0.0, "eval_every": 0}
     unstopped = whole("grpo, one micro-batch", module, options)
-    again = config(module, place, tmp_path / "stopped", **options, save_every=3 if target[1] != "_save" else 1)
+    again = config(module, place, tmp_path / "stopped", **options, save_every=3 if target[1] != "save" else 1)
     owner, name = target
     with monkeypatch.context() as patch:
         calls, unbroken = [0], getattr(owner, name)

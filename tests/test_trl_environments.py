@@ -14,6 +14,7 @@ from agent import Limits, rollout
 from layers import rewards_of
 from envs.prompts import opening
 from envs.tasks import load_tasks, train_and_held_out
+from extras.exact.environments import sources
 from core.data import transcript
 from core.config import UserError
 from core.chat import Chat
@@ -164,7 +165,7 @@ def test_without_an_evaluation_no_row_is_held_out(tmp_path):
 def test_an_environment_without_get_reward_needs_rewards():
     config = SimpleNamespace(env=f"{FILE}:WordleEnv", rewards=None)
     with pytest.raises(UserError, match=r"^--env .*WordleEnv: there is no get_reward\(\): write one .*, or name functions with --rewards"):
-        envs.sources(config)
+        sources(config)
 
 
 def test_a_prompt_that_reset_names_is_the_environments(tmp_path):

@@ -10,7 +10,8 @@ import dpo
 import grpo
 import reward_weighted
 import sft
-from agent import collate, evaluate, rollout
+from agent import evaluate, rollout
+from core.data import collate
 from core.model import adamw
 from core import logprobs
 from core.logprobs import token_logprobs

@@ -17,7 +17,7 @@ import envs
 from agent import Limits, Trajectory
 from envs.equations import Equations
 from envs.gsm8k import GSM8K
-from extras.data.demonstrations import read_trajectories
+from schooling import read_trajectories
 from core.data import message_lines, to_json
 from core.config import UserError, main
 from core.chat import Chat

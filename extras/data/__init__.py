@@ -1,1 +1,19 @@
-"""Rows of other forms: conversations, pairs, tables, mixtures, the hub."""
+"""Rows of other forms: tables, lists, data sets of the hub, mixtures; conversations and pairs.
+
+Importing it fills tables of core: .json, .csv, .parquet, hub:owner/name and lists of rows are then
+read as .jsonl is, and several of them in shares, with columns of other names (extras/data/mixtures.py).
+Config fields also take rows, dicts and NumPy's numbers, and data sets of the hub get their revision.
+
+    tables.py          a reader of each kind of source; messages of other forms
+    mixtures.py        sources as a flag names them
+    demonstrations.py  conversations in the rows of a file, and their tokens (recorded.py)
+    pairs.py           rows {"prompt", "chosen", "rejected"}
+"""
+from core import config, data
+from extras.data import mixtures, tables
+
+data.READERS.update(tables.READERS)
+data.MIXERS.append(mixtures.rows_of)
+data.MESSAGE_FORMS.append(tables.with_our_names)
+config.YAML_LISTS.update(dict.fromkeys(mixtures.LISTS, tables.rows_as_json))
+config.FILLED += [mixtures.write_as_text, mixtures.pin_revisions]

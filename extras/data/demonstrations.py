@@ -1,11 +1,9 @@
-"""Demonstrations in files: conversations, as chats or as completions, and recorded episodes.
+"""Demonstrations in files: conversations, as chats or as completions.
 
     read_demonstrations  the conversations in the rows of a file
     Encoder              their token ids and loss mask, put together as a rollout puts them together
-    read_trajectories    recorded episodes, which have their token ids
 """
 import json
-import unicodedata
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
@@ -13,7 +11,7 @@ from typing import NamedTuple
 
 import envs
 from agent import Trajectory
-from core.data import as_messages, need, read_as, without_faults
+from core.data import as_messages, need, read_as
 from core.config import reading
 from core.chat import Chat
 
@@ -44,6 +42,12 @@ def read_demonstrations(path: str, config) -> list[Conversation]:
     cls = single_environment(config)
     return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place),
                         config.fields, config.seed))
+
+
+def content_of(conversation: Conversation) -> list:
+    """Return what is learned of a conversation."""
+    messages, row, _ = conversation
+    return [messages, row.get("tools"), row.get("system")]
 
 
 def single_environment(config) -> type | None:
@@ -175,41 +179,3 @@ def count_control_tokens(conversations: list[Conversation], tokenizer):
     for token in tokenizer.all_special_tokens:
         if count := sum(token in text for text in texts):
             print(f"{count} rows contain {token} as text")
-
-
-# ------------------------------------------------------------------------------ recorded episodes
-def read_trajectories(path: str, model=None, tokenizer=None) -> list[Trajectory]:
-    """Return the episodes of a trajectories.jsonl, but for those whose environment failed.
-
-    With a model and its tokenizer, episodes of another model are refused.
-    """
-    def episode(row, _):
-        need(row, "token_ids", otherwise="conversations and pairs are given with --dataset, tasks "
-                                         "with --tasks")
-        trajectory = Trajectory.from_json(row)
-        if model:
-            check_tokens(trajectory, model, tokenizer)
-        return trajectory
-
-    return without_faults(read_as(path, episode))
-
-
-def check_tokens(t: Trajectory, model, tokenizer):
-    """Raise ValueError if an episode was recorded with another model's tokenizer.
-
-    That is so if a token id is outside of the model's vocabulary, or if the tokens do not spell the
-    first question of the user.
-    """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    largest = max(t.token_ids)
-    if largest >= vocabulary:
-        raise ValueError(f"token id {largest} is not in this model's vocabulary of {vocabulary}: "
-                         "another model's episode")
-    questions = [str(m.get("content")) for m in t.messages if m.get("role") == "user"]
-    if questions and squeezed(questions[0]) not in squeezed(tokenizer.decode(t.token_ids)):
-        raise ValueError("the tokens do not spell the episode's messages: another model's episode")
-
-
-def squeezed(text: str) -> str:
-    """Return the text without what tokenizers may lose: white space, Unicode's compatible forms."""
-    return unicodedata.normalize("NFKC", "".join(text.split()))

@@ -9,34 +9,39 @@
 A mixture is as large as it can be without a row that comes twice: all rows of one source, and of
 the others as many as the weights ask for, drawn by the seed.
 """
+import json
 from contextlib import suppress
 
-from core.config import LISTS, UserError, mix, say_once
+from core.config import UserError, mix, named, say_once
 from core.data import data_sources, read_rows, shuffled
 from extras.data.tables import pinned
 
+LISTS = ("dataset", "eval_dataset", "tasks")  # flags that may hold a list of rows
 
-def read_data(data: str, fields: str | None = None, seed: int = 0):
-    """Yield (place, row) of every row of a data set. A place is "FILE:LINE".
+
+def rows_of(sources, fields, seed):
+    """Yield (place, row) of all rows of a data set. A place is "FILE:LINE".
 
     Args:
-        data: what the flag says, see above.
+        sources: [(source, weight)], as `data_sources` reads them.
         fields: what --fields says: "question=problem" makes the column `problem` the `question`.
         seed: of the rows that a mixture draws.
 
     Raises UserError.
     """
-    named, columns = data_sources(data), _columns(fields)
-    weights = [weight for _, weight in named]
+    columns = _columns(fields)
+    weights = [weight for _, weight in sources]
     if set(weights) == {None}:
-        for source, _ in named:
+        for source, _ in sources:
             yield from _rows(source, columns)
         return
     if not all(weights):
-        raise UserError(f"{data}: give every one of them a weight above 0, or none")
-    tables = [list(_rows(source, columns)) for source, _ in named]
+        named = ",".join(source if weight is None else f"{source}={weight:g}"
+                         for source, weight in sources)
+        raise UserError(f"{named}: give every one of them a weight above 0, or none")
+    tables = [list(_rows(source, columns)) for source, _ in sources]
     unit = min(len(rows) / weight for rows, weight in zip(tables, weights))
-    for (source, weight), rows in zip(named, tables):
+    for (source, weight), rows in zip(sources, tables):
         # Without the small number, 0.3 / 0.1 would be 2.
         drawn = int(unit * weight + 1e-9)
         say_once(f"{source}: {drawn} of {len(rows)} rows, its share of the mixture")
@@ -83,11 +88,31 @@ def _columns(fields):
     return columns
 
 
+def write_as_text(config):
+    """Write the objects that Python code gave to a config as text, which config.yaml holds.
+
+    They are lists of rows, a datasets.Dataset, dicts and NumPy's numbers.
+    """
+    for name, value in vars(config).items():
+        if isinstance(value, dict):
+            # Of these the str() would be read as text.
+            values = {named(key): json.dumps(item) if isinstance(item, bool | list | dict | None)
+                      else item for key, item in value.items()}
+            value = ",".join(f"{key}={item}" for key, item in values.items())
+        elif name in LISTS and not isinstance(value, str | None):
+            value = json.dumps(value if isinstance(value, list) else value.to_list())
+        elif hasattr(value, "item"):
+            value = value.item()
+        setattr(config, name, value)
+
+
 def pin_revisions(config):
     """Write the revision of every data set of the hub into a config, which a resumed run compares.
 
     So config.yaml repeats a run with the same rows, whatever its authors change afterwards.
     """
+    if not any("hub:" in str(value) for value in vars(config).values()):
+        return
     for name in LISTS:
         texts = []
         for source, weight in data_sources(vars(config).get(name)):

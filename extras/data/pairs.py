@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from extras.data.demonstrations import (Conversation, Encoder, count_control_tokens, prompt_in,
                                      without_loss)
-from extras.data.imitation import draw
 from core.data import (as_messages, need, print_dropped, prompt_of, read_as, shift_and_scale,
                        shuffled)
 from core.config import NO_BAR, UserError
@@ -30,7 +29,7 @@ def read_pairs(config, tokenizer) -> list[tuple]:
     encode = Encoder(tokenizer, config)
     pairs = list(read_as(config.dataset, preference, config.fields, config.seed))
     # Of a million pairs only those that are learned from become tokens.
-    pairs = draw(pairs, config, "pairs")
+    pairs = draw(pairs, config)
     count_control_tokens([chosen for chosen, _ in pairs], tokenizer)
     pairs = tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)
     encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]
@@ -39,6 +38,13 @@ def read_pairs(config, tokenizer) -> list[tuple]:
     if not kept:
         raise UserError(f"{config.dataset:.200}: no pair is left to learn from")
     return kept
+
+
+def draw(pairs: list, config) -> list:
+    """Return at most max_samples of the pairs in random order, and print how many were left out."""
+    drawn = shuffled(pairs, config.seed)[:config.max_samples]
+    print_dropped(pairs, drawn, "pairs are not learned from: --max_samples")
+    return drawn
 
 
 def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
@@ -126,7 +132,7 @@ def split_pairs(pairs, config) -> tuple[list, list]:
         raise UserError(f"no pair within --max_tokens {config.max_tokens}: the shortest has "
                         f"{shortest} tokens")
     print_dropped(pairs, kept, f"pairs exceed {config.max_tokens} tokens: dropped")
-    kept = draw(kept, config, "pairs")
+    kept = draw(kept, config)
     prompts = [tuple(prompt_of(chosen)) for chosen, _ in kept]
     distinct = list(dict.fromkeys(prompts))
     n = round(config.eval_share * (len(distinct) - 1))

@@ -5,8 +5,8 @@ import json
 import re
 from contextlib import suppress
 
-from core.data import json_rows, parse_object
-from core.config import UserError, lines_of, read_text, reading
+from core.data import json_rows, lines_of, parse_object, read_text
+from core.config import UserError, reading
 
 # What others call our roles.
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
@@ -76,7 +76,18 @@ def messages_of(cell: str):
     return messages if {"content", "value", "tool_calls"} & messages[0].keys() else cell
 
 
-def with_our_names(message: dict) -> dict:
+def with_our_names(value):
+    """Return what a field holds with our names: messages, one message, or text that has some."""
+    if isinstance(value, str):
+        value = messages_of(value)
+    if isinstance(value, dict):
+        return _with_our_names(value)
+    if isinstance(value, list):
+        return [_with_our_names(m) if isinstance(m, dict) else m for m in value]
+    return value
+
+
+def _with_our_names(message: dict) -> dict:
     """Return a message of ShareGPT, ms-swift or OpenAI's older form with our names.
 
     A call outside of "tool_calls" becomes text between <tool_call> and </tool_call>.
@@ -195,7 +206,7 @@ def rows_as_json(node):
     A row that is one word or number is text.
     """
     files = [str(row.value) for row in node.value]
-    kinds = tuple(READERS)
+    kinds = (".jsonl", ".json", ".csv", ".parquet")
     if all(name.startswith("hub:") or name.lower().endswith(kinds) for name in files):
         return ",".join(files)
     for row in node.value:
@@ -217,17 +228,14 @@ def as_json(node):
     return json.dumps(node.value)
 
 
-READERS = {".jsonl": json_rows, ".csv": csv_rows, ".parquet": parquet_rows, ".json": json_file_rows,
-           "hub:": hub_rows, "[": list_rows}
-
-
-def reader_of(source):
-    """Return the function that yields the rows of a source, which begins or ends with its kind."""
-    for kind, read in READERS.items():
-        # Windows programs write X.CSV.
-        if source.startswith(kind) or source.lower().endswith(kind):
-            return read
+def refuse(source):
+    """Raise UserError for a source that none of READERS reads."""
     # The text of an object that Python code gave may have several lines.
     named = source.partition("\n")[0]
     raise UserError(f"{named}: unknown type; use .jsonl (one JSON object a line), .json (a list), "
                     ".csv (with a header), .parquet or hub:owner/name")
+
+
+# By the end or the beginning of a source. Every one ends with the last.
+READERS = {".csv": csv_rows, ".parquet": parquet_rows, ".json": json_file_rows, "hub:": hub_rows,
+           "[": list_rows, "": refuse}

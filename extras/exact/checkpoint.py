@@ -24,7 +24,7 @@ CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.jso
 TEMPORARY = ".tmp-step"  # the name of a checkpoint that is being written or removed
 KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
 # Attributes of a run, which a resumed run takes from state.json.
-RESTORED = ("step", "seconds", "before", "schedule", "bad", "made_of", "unlogged")
+RESTORED = ("step", "seconds", "before", "planned", "bad", "made_of", "unlogged", "scores")
 
 
 def newest_checkpoint(output_dir):
@@ -33,12 +33,12 @@ def newest_checkpoint(output_dir):
 
 
 # ---------------------------------------------------------------------------- writing and reading
-def write_checkpoint(path, training, state):
+def write_checkpoint(path, run, state):
     """Write a checkpoint whole or not at all. What stands in its place is renamed.
 
     Args:
         path: checkpoints/step_NNNNNN.
-        training: the `TrainingState`, whose weights, tokenizer and optimizer are saved.
+        run: the `Run` whose weights, tokenizer and optimizer are saved.
         state: what state.json holds beside the fingerprints of these files.
     """
     from safetensors.torch import save_file
@@ -47,9 +47,9 @@ def write_checkpoint(path, training, state):
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        training.save_weights(temporary)
-        training.tokenizer.save_pretrained(temporary)
-        save_file(optimizer_tensors(training.optimizer), temporary / "optimizer.safetensors")
+        run.save_weights(temporary)
+        run.tokenizer.save_pretrained(temporary)
+        save_file(optimizer_tensors(run.optimizer), temporary / "optimizer.safetensors")
         _seal(temporary, state)
         if path.exists():
             set_aside(path)
@@ -102,16 +102,21 @@ def read_state(checkpoint):
     return state
 
 
-def prune(output_dir):
-    """Remove the run's old checkpoints. The last two and the one with the best score stay."""
-    scores = {}
+def prune(output_dir, scores):
+    """Remove the run's old checkpoints. The last two and the one with the best score stay.
+
+    `scores` is {step as text: success of held-out tasks, or None}.
+    """
+    ours = []
     for path in checkpoints(output_dir):
         # What no run of ours wrote is not removed.
         with suppress(UserError):
-            scores[path] = _own_state(path)["score"]
-    evaluated = [path for path in scores if scores[path] is not None]
-    best = max(evaluated, key=scores.get, default=None)
-    for path in list(scores)[:1 - KEPT]:
+            _own_state(path)
+            ours.append(path)
+    score_of = {path: scores.get(str(int(path.name[5:]))) for path in ours}
+    evaluated = [path for path in ours if score_of[path] is not None]
+    best = max(evaluated, key=score_of.get, default=None)
+    for path in ours[:1 - KEPT]:
         if path != best:
             # Where this is killed or a file is in use, the next save removes what is left.
             shutil.rmtree(path.rename(path.with_name(TEMPORARY)), ignore_errors=True)

@@ -1,12 +1,8 @@
 """Files that are whole or absent, and their fingerprints."""
-import errno
 import hashlib
 import os
-import re
 
 from core.data import to_json
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_json(path, value):
@@ -48,9 +44,3 @@ def fingerprint(path):
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     return {"bytes": os.path.getsize(path), "sha256": digest.hexdigest()}
-
-
-def is_disk_full(error):
-    """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
-    number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
-    return number is not None and int(number[1]) in DISK_FULL

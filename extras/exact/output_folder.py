@@ -17,7 +17,7 @@ from core.data import set_aside
 EPISODES = "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
-NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base", "schooling")
+NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
 
 
 class OutputFolder:

@@ -1,16 +1,19 @@
 """This process: the signals that end it, and its memory."""
 import ctypes
+import errno
 import os
 import re
 import resource
+import shlex
 import signal
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from core.config import Stop
+from core.config import Printable, Stop, first_line
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # SIGINT is Ctrl-C, SIGHUP a closed terminal.
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = b"\nstopping where nothing is lost; a second signal stops at once\n"
@@ -41,10 +44,12 @@ class Signals:
                     self.previous[signum] = signal.signal(signum, self.handle)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, error, traceback):
         Signals.active = None
         for signum, handler in self.previous.items():
             signal.signal(signum, handler)
+        if end := self.end_of(error):
+            raise end from error
 
     def handle(self, signum, _):
         if self.signum:
@@ -71,7 +76,31 @@ class Signals:
         return Stop(f"stopped by {self.name}{how}", 128 + self.signum)
 
 
-# ------------------------------------------------------------------------------------------- memory
+    def end_of(self, error):
+        """Return the Stop that says what ended the program, or None if the error itself does."""
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+        if self.signum and isinstance(error, Printable) and isinstance(error, RuntimeError):
+            # The signal ended another rank, or a process of the environment, too.
+            return Stop(f"stopped by {self.name}{notes}", 128 + self.signum)
+        if is_disk_full(error):
+            then = f"; earlier checkpoints are whole; make room, then: {self.run.command}"
+            reason = " ".join(str(error).split())
+            return Stop(f"the disk is full ({reason}){then if self.run else ''}", 4)
+        if is_out_of_memory(error):
+            counter = os.path.relpath(Path(__file__).parents[2] / "bench" / "memory.py")
+            fits = f"what would fit: {shlex.join(['python', counter, *sys.argv])}"
+            if Path(sys.argv[0]).stem == "agent":
+                fits = "lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"
+            return Stop(f"out of memory: {first_line(error)}; {fits}{notes}", 1)
+
+
+# ------------------------------------------------------------------------------- memory and the disk
+def is_disk_full(error):
+    """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
+    number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
+    return number is not None and int(number[1]) in DISK_FULL
+
+
 def give_back_memory():
     """Return freed memory to the system.
 

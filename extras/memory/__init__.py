@@ -20,8 +20,7 @@ of it: they override `factors`, `attach`, `merge` and the device, and a kind the
 from dataclasses import dataclass
 from functools import wraps
 
-from core.config import flag
-from core.config import UserError
+from core.config import UserError, flag
 from core.model import facts, is_adapter, newest, read_settings
 from extras.memory.adapter import kind_of
 from extras.memory.checkpointing import checkpoint_layers, tile_mlps

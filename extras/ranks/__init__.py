@@ -12,7 +12,7 @@ import atexit
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
 
@@ -22,13 +22,35 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from extras.background import in_thread
 from core.distributed import OneProcess
-from core.config import RankLost, Stop, UserError, first_line
+from core.config import AROUND, Printable, Stop, UserError, first_line, shown
 
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
 TIMEOUT = timedelta(minutes=5)  # of a collective, once all ranks are there
 START = timedelta(minutes=5)  # in which all ranks have to start
 CONNECT = timedelta(seconds=20)  # gloo waits up to five times as long for who never connects
 SILENCE = timedelta(minutes=1)  # of a rank that is gone, or whose network is
+
+
+class RankLost(Printable, RuntimeError):
+    """Another process of a torchrun job has ended before the work was done."""
+
+    code = 5
+
+
+@contextmanager
+def leaving():
+    """End this rank when its program has ended: the threads of gloo may abort an orderly end."""
+    code = 0
+    try:
+        yield
+    except Printable as error:
+        rank, code = os.environ["RANK"], error.code
+        print(shown(error, "" if rank == "0" else f": rank {rank}"), file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+AROUND.insert(0, leaving)
 
 
 class Ranks(OneProcess):

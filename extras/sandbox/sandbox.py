@@ -3,15 +3,14 @@
     result = run("def double(x): return 2 * x", [("double", [21])])
     same(result.outcomes[0].get("value"), 42)
 
-Every call starts one process and ends it (extras/sandbox/sandbox_child.py). It sees no environment variable,
-no file but Python's library and the system's shared libraries, no network and no other process, and
+Every call starts one process and ends it (sandbox_child.py). It sees no environment variable, no
+file but Python's library and the system's shared libraries, no network and no other process, and
 it can start nothing. Only values, as JSON, and the text that it printed come out of it. What is
 right is decided here: the expected values never enter the process. Where the machine cannot confine
 it, nothing runs, unless `unsafe` says so.
 
 What the code can still do: use up the limits below, and find out which files exist.
 """
-import ast
 import json
 import marshal
 import math
@@ -22,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,10 +30,6 @@ from core.config import UserError
 
 SECONDS = 6.0  # of a whole call, from start to end
 OUTPUT = 64 * 2**10  # bytes that are printed, and bytes of values
-# CPython 3.11 counts how deep the syntax trees of all threads are nested in one number.
-PARSING = threading.Lock()
-# Python 3.12 warns of unknown escapes in the model's code, between the lines of a run.
-warnings.filterwarnings("ignore", module="<unknown>")
 LIMITS = {  # of the child, by rlimit: bytes of address space, seconds, bytes of a file, files
     "AS": 512 * 2**20, "CPU": 5, "FSIZE": OUTPUT, "NOFILE": 64, "CORE": 0}
 CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -152,15 +146,6 @@ def _records(report: bytes) -> list[dict]:
                 break
             records.append(record)
     return records
-
-
-def parse(code: str, mode: str = "exec") -> ast.AST:
-    """Return the syntax tree of code, or raise SyntaxError or ValueError. Nothing is run."""
-    try:
-        with PARSING:
-            return ast.parse(code, mode=mode)
-    except (MemoryError, RecursionError):
-        raise ValueError("nested too deeply") from None
 
 
 def without_addresses(text: str) -> str:

@@ -8,9 +8,9 @@ import sys
 from html import escape
 from pathlib import Path
 
-from core.config import (UserError, algorithm_of, beginning, config_of, lines_of, prepare_streams,
-                         reading, whole)
-from core.data import json_rows, read_json, transcript
+from core.config import UserError, algorithm_of, config_of, prepare_streams, reading
+from core.data import json_rows, lines_of, read_json, transcript, whole
+from envs.corpus import beginning
 from extras.show.curves import curves, number
 from extras.show.notes import headline, wilson
 

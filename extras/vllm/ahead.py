@@ -5,7 +5,16 @@ from copy import copy
 from functools import partial
 from queue import SimpleQueue
 
+import core.data
 from extras.background import in_thread, promised
+
+
+def collect_groups(play, tasks, config, step, run) -> list:
+    """Return what core's `collect_groups` returns, played while the step before was learned from."""
+    if not hasattr(run, "ahead"):
+        collect = partial(core.data.collect_groups, tasks=tasks, config=config)
+        run.ahead = Ahead(collect, play, run)
+    return run.ahead(step)
 
 
 class Ahead:

@@ -21,7 +21,7 @@ from functools import cache
 from io import StringIO
 from tokenize import STRING, generate_tokens
 
-from extras.sandbox.sandbox import parse
+from envs.gsm8k import parse
 from extras.sandbox.sandbox_child import encode
 
 TESTS = 10  # calls of a generated task

@@ -3,10 +3,10 @@
     python grpo.py --env code --model_path path/to/model
     python grpo.py --env code --dataset HumanEval.jsonl --model_path path/to/model
 
-The tasks are generated (envs/code_tasks.py), or rows in the form of HumanEval or MBPP. A few tests
-are shown as examples. The model's code runs in a process that the kernel confines
-(extras/sandbox/sandbox.py), and what it returns for the arguments of the hidden tests is compared here, with
-values that it never saw.
+The tasks are generated (code_tasks.py), or rows in the form of HumanEval or MBPP. A few tests are
+shown as examples. The model's code runs in a process that the kernel confines (sandbox.py), and
+what it returns for the arguments of the hidden tests is compared here, with values that it never
+saw.
 """
 import ast
 import random
@@ -15,9 +15,10 @@ from functools import cache
 from itertools import zip_longest
 from typing import Literal
 
-from envs.code_style import style_findings
-from envs.code_tasks import generate, read_row, read_tests
-from extras.sandbox.sandbox import check_sandbox, parse, run, same
+from extras.sandbox.code_style import style_findings
+from extras.sandbox.code_tasks import generate, read_row, read_tests
+from extras.sandbox.sandbox import check_sandbox, run, same
+from envs.gsm8k import parse
 from core.config import say_once
 from core.tool_calls import after_thought
 

@@ -1,0 +1,176 @@
+"""Episodes that others played, and how the tiny model is taught by them.
+
+    demonstrate        environments' scripted experts play, as if a model had played
+    play_expert        an expert of which a share of the actions is wrong, on the tasks of a config
+    read_trajectories  recorded episodes
+    teach_tiny         make the tiny model, teach it the tool format by a short SFT, write base/
+
+sft.py is the same update with all that a run offers: adapters, evaluation, checkpoints, other data.
+"""
+import io
+import sys
+import unicodedata
+from contextlib import redirect_stdout
+from dataclasses import replace
+from itertools import chain, count, islice
+
+# Imported before torch: it sets how torch's threads wait.
+from core.config import NO_BAR, mix
+
+from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
+
+import envs
+from agent import Episode, Trajectory, ends_on_fault, load_environments
+from core.model import adamw, scheduled
+from core.data import (batches_of_like_length, collate, need, read_as, without_faults,
+                       without_too_long)
+from core.logprobs import token_logprobs
+from core.tiny import TINY_SFT
+from envs import Limits
+from envs.tasks import drop_seen, tasks_for
+from layers import load_model, sessions
+
+
+# ------------------------------------------------------------------------------- scripted experts
+def demonstrate(tokenizer, env_name: str, tasks: list[dict],
+                limits: Limits = Limits(), env_options: dict | None = None) -> list[Trajectory]:
+    """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
+    envs.need_expert(env_name)
+    classes, chats = load_environments(tokenizer, env_name, None, env_options)
+    trajectories = []
+    with sessions(limits) as new_session:
+        for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):
+            name = task.get("env", env_name)
+            session = new_session(name, classes[name], task)
+            episode = Episode(session, chats[name], limits, str(i))
+            while episode.can_take_turn:
+                expert_turn(episode)
+            trajectories.append(episode.trajectory)
+    return without_faults(without_too_long(trajectories, limits))
+
+
+@ends_on_fault
+def expert_turn(episode: Episode):
+    """Let the expert take a turn of the episode in the model's place."""
+    text, calls = episode.session.expert()
+    ids = episode.chat.turn(text, calls)
+    episode.take_turn(ids, [0.0] * len(ids))
+    if episode.calling:
+        episode.take_results()
+
+
+def play_expert(config, tokenizer, split: str, n: int, noise: float, limits: Limits, seen=(),
+                files=None) -> list[Trajectory]:
+    """Return at most n episodes of the scripted expert; a share `noise` of its actions is wrong.
+
+    Args:
+        split: "train" or "test". No episode is of a task in `seen`.
+        limits: of an episode, but for max_tokens: an expert plays to the end.
+        files: the task files of `envs.tasks.tasks_for`, in place of the config's.
+    """
+    tasks = drop_seen(tasks_for(config, split, n, files), seen)
+    tasks = [{**task, "noise": noise, "noise_seed": mix(config.seed, split, i)}
+             for i, task in enumerate(tasks)]
+    limits = replace(limits, max_tokens=sys.maxsize)
+    return demonstrate(tokenizer, config.env, tasks, limits, envs.options_of(config))
+
+
+# ------------------------------------------------------------------------------ recorded episodes
+def read_trajectories(path: str, model=None, tokenizer=None) -> list[Trajectory]:
+    """Return the episodes of a trajectories.jsonl, but for those whose environment failed.
+
+    With a model and its tokenizer, episodes of another model are refused.
+    """
+    def episode(row, _):
+        need(row, "token_ids", otherwise="conversations and pairs are given with --dataset, tasks "
+                                         "with --tasks")
+        trajectory = Trajectory.from_json(row)
+        if model:
+            check_tokens(trajectory, model, tokenizer)
+        return trajectory
+
+    return without_faults(read_as(path, episode))
+
+
+def check_tokens(t: Trajectory, model, tokenizer):
+    """Raise ValueError if an episode was recorded with another model's tokenizer.
+
+    That is so if a token id is outside of the model's vocabulary, or if the tokens do not spell the
+    first question of the user.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    largest = max(t.token_ids)
+    if largest >= vocabulary:
+        raise ValueError(f"token id {largest} is not in this model's vocabulary of {vocabulary}: "
+                         "another model's episode")
+    questions = [str(m.get("content")) for m in t.messages if m.get("role") == "user"]
+    if questions and squeezed(questions[0]) not in squeezed(tokenizer.decode(t.token_ids)):
+        raise ValueError("the tokens do not spell the episode's messages: another model's episode")
+
+
+def squeezed(text: str) -> str:
+    """Return the text without what tokenizers may lose: white space, Unicode's compatible forms."""
+    return unicodedata.normalize("NFKC", "".join(text.split()))
+
+
+# ---------------------------------------------------------------------------------- the tiny model
+def teach_tiny(config, run, plays=True) -> str:
+    """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
+
+    The folder is `base/` in the output folder, which the run's adapters point to, or where the
+    config names another model, that one. Of several processes the first one teaches.
+
+    Args:
+        config, run: of the algorithm that starts from the tiny model. Every process takes part.
+        plays: False if the algorithm only evaluates on its tasks, which are then not taught.
+    """
+    if config.model_path != "tiny":
+        return config.model_path
+    # Here, because errors in flags do not wait for transformers.
+    from transformers.utils.logging import disable_progress_bar
+    disable_progress_bar()
+    run.begin()
+    base = run.folder / "base"
+    run.ranks.first(lambda: base.exists() or _teach(config, base, plays))
+    return str(base)
+
+
+def _teach(config, base, plays):
+    """Write the taught tiny model to the folder `base`, which gets its name when it is whole."""
+    config = replace(config, env=config.env or "equations")
+    envs.need_expert(config.env)
+    print(f"tiny model: made in {base}; {TINY_SFT['max_steps']} SFT steps on noisy demonstrations "
+          "teach it the format")
+    tasks = config.tasks if plays else None
+    # Without an evaluation the run holds no row out, and the schooling need not either.
+    held_out = config.eval_dataset or (None if config.eval_tasks else tasks)
+    limits = replace(Limits(**envs.limits(config.env)), max_turns=TINY_SFT["max_turns"])
+    # The bars are all that is shown.
+    with redirect_stdout(io.StringIO()):
+        model, tokenizer = load_model("tiny", seed=config.seed)
+        episodes = play_expert(config, tokenizer, "train", TINY_SFT["max_samples"],
+                               TINY_SFT["expert_noise"], limits, files=(tasks, held_out))
+    imitate(model, [t for t in episodes if len(t.token_ids) <= limits.max_tokens], config.seed)
+    unfinished = base.with_name(".tmp-base")
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(base)
+
+
+def imitate(model, episodes: list[Trajectory], seed: int):
+    """Train all weights of the model on the demonstrations, as TINY_SFT says."""
+    steps, peak = TINY_SFT["max_steps"], TINY_SFT["learning_rate"]
+    optimizer = adamw(model, lr=peak)
+    epochs = (batches_of_like_length(episodes, TINY_SFT["batch_size"], seed, n) for n in count())
+    batches = islice(chain.from_iterable(epochs), steps)
+    model.train()
+    for step, batch in enumerate(tqdm(batches, "schooling", steps, disable=NO_BAR, leave=False)):
+        optimizer.param_groups[0]["lr"] = scheduled(peak, step, steps)
+        token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
+        logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (B, T)
+        loss = -(logprobs * loss_mask).sum() / loss_mask.sum()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
