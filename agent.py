@@ -31,7 +31,7 @@ from envs.session import EpisodeFault, Session
 from envs.tasks import PlayFlags, tasks_for
 from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
                     terminal)
-from lora import merged_to_decode
+from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
@@ -337,7 +337,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
 def decoded_here(model):
     """Return the context in which this process plays the model. Servers have one of their own."""
-    return merged_to_decode(model.eval())
+    return merged(model.eval())
 
 
 def play_all(engine, agents: dict, run=None):
@@ -501,7 +501,7 @@ def chat_with_model(config: Config, model, tokenizer):
     chat = Chat(tokenizer, [], model.generation_config)
     system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
     ids = []  # of the conversation
-    with merged_to_decode(model):
+    with merged(model):
         for number in count():
             text = input("You: ")
             if not text:

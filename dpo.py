@@ -53,7 +53,7 @@ from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write
 from envs.tasks import drop_seen, train_and_held_out, with_env
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import token_logprobs
-from lora import merged
+from lora import merged_to_train
 from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
@@ -357,7 +357,7 @@ def reference_sums(model, pairs, config: Config, ranks) -> dict[Trajectory, floa
     sums = torch.zeros(len(episodes), device=model.device)
     batches = ranks.micro_batches(len(episodes), 2 * config.batch_size)
     model.eval()
-    with merged(model):
+    with merged_to_train(model):
         for rows in tqdm(batches, "reference", disable=NO_BAR, leave=False, delay=2):
             token_ids, mask, _ = collate(episodes[rows], model.device)  # (b, T) each
             logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (b, T)
@@ -387,7 +387,7 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> 
     counts = counts_of(pairs)
     metrics = []
     model.eval()
-    with merged(model):
+    with merged_to_train(model):
         for rows in run.micro_batches(len(pairs), "held out"):
             metrics.append(batch_loss(model, pairs[rows], ref_sums, counts, config)[1])
     totals = run.ranks.total(metrics)
@@ -442,7 +442,7 @@ def train(config: Config) -> dict:
             metrics = []
             model.train()
             # The adapter is merged as in reference_sums, so that both round alike.
-            with merged(model):
+            with merged_to_train(model):
                 for rows in run.micro_batches(len(batch), step):
                     loss, numbers = batch_loss(model, batch[rows], ref_sums, counts, config)
                     loss.backward()

@@ -42,7 +42,7 @@ from agent import evaluate, rollout, rollout_options
 from envs.tasks import train_and_held_out
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import score, token_logprobs
-from lora import freeze_reference, merged, reference
+from lora import freeze_reference, merged_to_train, reference
 from schooling import teach_tiny
 
 
@@ -371,7 +371,7 @@ def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, confi
     """Return old_logprobs and ref_logprobs, (B, T) each; without a KL penalty None."""
     old_logprobs, ref_logprobs = sampled_logprobs, None
     if config.importance_correction:
-        with merged(model):
+        with merged_to_train(model):
             old_logprobs = score(model, token_ids, mask, config.temperature, run)
     if config.kl_coef:
         with reference(model, start_policy):
@@ -424,7 +424,7 @@ def train(config: Config, collect_groups=collect_groups) -> dict:
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's
-                with merged(model):
+                with merged_to_train(model):
                     for rows in run.micro_batches(len(batch), step, update):
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each

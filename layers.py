@@ -4,6 +4,7 @@ Delete the folder extras/, one folder in it, or a line below: core's own takes i
 same signature, and every program runs and learns without that layer.
 """
 import os
+from functools import partial
 from pathlib import Path
 
 from core.config import LayerFlags, episode_bar, terminal
@@ -49,8 +50,12 @@ if has("exact"):
     load_model = sealed(load_model)
 if has("models"):
     import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
+    from extras.models import make_engine
     from extras.models.probe import probed
     load_model = probed(load_model)
+if has("fast"):
+    from extras import fast
+    make_engine = partial(fast.make_engine, make=make_engine)
 
 __all__ = ["LayerFlags", "Run", "episode_bar", "load_model", "make_engine", "rewards_of",
            "sampler_of", "sessions", "terminal"]

@@ -253,19 +253,21 @@ def whole_policy(module) -> bool:
 
 # ------------------------------------------------------------------------------------------ merging
 def merged(model):
-    """Return a context in which the adapted weights are W + scale B A, for an update or a score.
+    """Return a context in which the adapted weights are W + scale B A. On exit W is restored exactly.
 
-    On exit W is restored exactly. A and B still get their gradients, so rollout and update can use
-    the very same weights. Weights in 16 bits are rounded by `dithered`, so that small updates are
-    not lost. Leave the block before the optimizer steps. An adapter with dropout stays beside its
-    weight, because a merged one has no dropout.
+    A and B still get their gradients, so rollout and update can use the very same weights. Weights
+    in 16 bits are rounded by `dithered`, so that small updates are not lost. Leave the block before
+    the optimizer steps. An adapter that is not mergeable stays beside its weight.
+    """
+    return _merged(adapters(model).values())
+
+
+def merged_to_train(model):
+    """Return the same context for an update, and for log-probabilities that are compared with it.
+
+    An adapter with dropout stays beside its weight, because a merged one has no dropout.
     """
     return _merged(linear for linear in adapters(model).values() if not linear.lora.dropout)
-
-
-def merged_to_decode(model):
-    """Return the same context for a rollout, which drops nothing: all adapters are merged."""
-    return _merged(adapters(model).values())
 
 
 @contextmanager
@@ -310,7 +312,7 @@ def reference(model, frozen: dict | None):
     """
     _exchange(model, frozen)
     try:
-        with merged(model):
+        with merged_to_train(model):
             yield
     finally:
         _exchange(model, frozen)

@@ -45,7 +45,7 @@ from schooling import read_trajectories
 from envs.tasks import drop_seen, recorded_env, train_and_held_out
 from core.model import adamw, is_tiny, scheduled
 from core.logprobs import token_logprobs
-from lora import merged
+from lora import merged_to_train
 from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
@@ -377,7 +377,7 @@ def train(config: Config) -> dict:
                 w = token_weights(weights, loss_mask)  # (B, T)
                 metrics = []
                 # The adapter is merged as in the rollout, so that both round alike.
-                with merged(model):
+                with merged_to_train(model):
                     for rows in run.micro_batches(len(batch), step, update):
                         logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows],
                                                      config.temperature)  # (b, T)

@@ -26,8 +26,8 @@ import extras.memory.pointwise as pointwise
 import extras.memory.quantization as quantization
 from extras.fast import static_engine
 from core.model import adamw, facts, settings
-from core.engine import Engine, Row, make_engine
-from layers import load_model
+from core.engine import Row, StockForward
+from layers import load_model, make_engine
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -250,7 +250,7 @@ def _update(model, optimizer, work: Workload):
     ids = ids.view(work.rows, work.tokens)
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
-    with lora.merged(model) if work.merge else nullcontext():
+    with lora.merged_to_train(model) if work.merge else nullcontext():
         new_logprobs, entropy = logprobs.token_logprobs(
             model.train(), ids, mask, work.temperature)
         # A real loss adds (rows, tokens) tensors, which are nothing beside the logits.
@@ -288,9 +288,9 @@ def _rollout(model, work: Workload, kind: str, free: float) -> int:
 
 def _count_a_row(model):
     """Tell the engine the bytes of its cache, as the probe at load does where there are numbers."""
-    engine = Engine(model, slots=1, fused=False)
+    engine = make_engine(model, tokens=2, slots=1, static=False, decoder=StockForward(model))
     engine.add([Row([1, 1])])
     engine.step()
     for name, tensors, place in (("token_bytes", engine.cache.tensors, (0, slice(None), 0)),
-                                 ("state_bytes", engine.cache.states, (0,))):
+                                 ("state_bytes", getattr(engine.cache, "states", {}), (0,))):
         setattr(facts(model), name, sum(t[place].nbytes for t in tensors.values()))

@@ -31,7 +31,7 @@ ROWS, PROMPT, TOKENS, VOCABULARY = 8, 40, 32, 96
 def pair(model, seed: int):
     """Return the (wall, CPU) seconds of both: generate, then the engine."""
     from bench.completions import generate
-    from core.engine import make_engine
+    from layers import make_engine
     rng = random.Random(seed)
     prompts = [rng.choices(range(3, VOCABULARY), k=PROMPT) for _ in range(ROWS)]
     took = []
@@ -59,15 +59,15 @@ def main():
     args = parser.parse_args()
     import decoders
 
-    from extras.fast.loading import use_causal_attention as use_causal_attention
-    from extras.fast.loading import fast_float32
     from core.model import facts
+    from extras.fast.loading import speed_up
+    from extras.fast.processor import fast_float32
     from extras.models.probe import probe
     fast_float32()
     ratios = {}
     for family in args.families:
         model = decoders.make(family)
-        use_causal_attention(model)
+        speed_up(model)
         probe(model, family)
         assert not facts(model).refuses_engine
         pairs = [pair(model, args.seed + i) for i in range(1 + args.rounds)][1:]  # the first warms up

@@ -190,8 +190,7 @@ def compare_with_cpu(args, folder: str, options: dict) -> dict:
     import torch
 
     from bench.completions import generate
-    from core.engine import make_engine
-    from layers import load_model
+    from layers import load_model, make_engine
     from lora import adapters, merged
     reference, _ = load_model(folder, lora_r=16, device="cpu", **{**options, "dtype": "float32"})
     model, _ = load_model(folder, lora_r=16, **options)
@@ -239,15 +238,15 @@ def families(args) -> dict:
     import torch
     sys.path.insert(0, str(ROOT / "tests"))
     import test_models
-    from core.engine import make_engine
+    from layers import make_engine
     from lora import merged
     engines, result, checks = [], {}, {}
 
-    def engine(model, **options):
+    def engine(model, tokens, **options):
         engines[:] = [make_engine(model, tokens=64, static=True, **options)]
         return engines[0]
 
-    test_models.Engine = engine
+    test_models.make_engine = engine
     for family in test_models.FAMILIES:
         try:
             there, model = test_models.adapted(family), test_models.adapted(family).to(device())
@@ -277,8 +276,8 @@ def trainer_numbers(model, ids, mask):
     import torch
 
     from core.logprobs import token_logprobs
-    from lora import adapters, merged
-    with merged(model):
+    from lora import adapters, merged_to_train
+    with merged_to_train(model):
         logprobs, _ = token_logprobs(model.train(), ids.to(model.device), mask.to(model.device))
         weights = torch.arange(logprobs.numel(), device=logprobs.device).view(logprobs.shape).cos()
         (logprobs * weights).sum().backward()
@@ -454,6 +453,7 @@ def counted(config) -> dict:
     from bench.budget import measure
     from bench.memory import workload
     from core.config import options_for
+    from layers import load_model
     peaks = measure({"path": config.model_path, **options_for(load_model, config)},
                     workload(grpo, config, config.memory), device().type)
     return {phase: peaks[phase] / MIB for phase in ("update", "rollout")}
@@ -518,7 +518,8 @@ def decode_once(args, model, kind: str, rows: int, tokens: int) -> tuple[float, 
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     from bench.completions import generate
-    from core.engine import make_engine
+    from extras.fast.fused import Fused
+    from layers import make_engine
     generator = torch.Generator().manual_seed(rows)
     prompts = torch.randint(300, model.config.vocab_size, (rows, args.prompt), generator=generator)
     facts = {}
@@ -537,7 +538,7 @@ def decode_once(args, model, kind: str, rows: int, tokens: int) -> tuple[float, 
     else:
         engine = make_engine(model, slots=rows, tokens=args.prompt + tokens)
         sizes = [len(ids) for ids, _ in generate(engine, prompts.tolist(), max_new_tokens=tokens)]
-        facts = {"fused": bool(engine.fused), "graphs": graphs_of(engine)}
+        facts = {"fused": isinstance(engine.decoder, Fused), "graphs": graphs_of(engine)}
     assert sizes == [tokens] * rows, f"{sizes[:4]} tokens, {tokens} wanted"
     return now() - began, facts
 
@@ -581,8 +582,7 @@ def graphs(args, folder: str) -> dict:
     """Capture the decode windows of many buckets, and measure what the driver keeps for each outside torch's memory."""
     import torch
 
-    from core.engine import make_engine
-    from layers import load_model
+    from layers import load_model, make_engine
     from lora import merged
     options = {"memory": "small"} if has_bitsandbytes() else {}
     model, _ = load_model(folder, lora_r=16, dtype="bfloat16", **options)
@@ -612,7 +612,7 @@ def update(args, folder: str) -> dict:
 
     from layers import load_model
     from core.logprobs import token_logprobs
-    from lora import merged
+    from lora import merged_to_train
     result = {}
     for memory in ("plain", "checkpoint"):
         for rows in (8, 1):
@@ -624,7 +624,7 @@ def update(args, folder: str) -> dict:
                 times = []
                 for _ in range(1 + args.repeats):
                     began = now()
-                    with merged(model):
+                    with merged_to_train(model):
                         token_logprobs(model, ids, mask)[0].sum().backward()
                     times.append(now() - began)
                 result[f"{memory}, {rows} rows"] = {

@@ -76,7 +76,7 @@ def main():
     torch.set_num_threads(1)
     import bench.completions
     from bench import vs_trl
-    from extras.fast.loading import fast_float32
+    from extras.fast.processor import fast_float32
     from layers import load_model
     args = vs_trl.arguments(["--model_path", options.model_path, "--prompts", str(options.prompts),
                              "--tokens", str(options.tokens)])

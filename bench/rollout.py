@@ -22,8 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-MODES = {"generate": None, "stock": {"fused": False, "static": False}, "fused": {"fused": True, "static": False},
-         "fused_static": {"fused": True, "static": True}}
+MODES = {"generate": None, "stock": {"static": False}, "fused": {"static": False}, "fused_static": {"static": True}}
 
 
 def main():
@@ -38,9 +37,10 @@ def main():
     from transformers import AutoModelForCausalLM
 
     from bench.completions import generate
-    from extras.fast.loading import fast_float32
-    from layers import load_model
-    from core.engine import make_engine
+    from core.engine import StockForward
+    from extras.fast.fused import Fused
+    from extras.fast.processor import fast_float32
+    from layers import load_model, make_engine
     from core.tiny import make_tiny
     from lora import merged
     fast_float32()
@@ -68,6 +68,7 @@ def main():
                     transformers_rollout(ids, samples, tokens if i else 2)
                 else:
                     with merged(model):
+                        options = options | ({"decoder": StockForward(model)} if mode == "stock" else {})
                         engine = make_engine(model, slots=prompts * samples, tokens=110 + tokens, **options)
                         generate(engine, ids, group_size=samples, max_new_tokens=tokens if i else 2, seed=i)
                 if torch.cuda.is_available():
@@ -81,7 +82,7 @@ def main():
                for k, name in enumerate(names)}} for mode, times in took.items()}
         print(case, {mode: {k: round(v, 2) for k, v in row.items()} for mode, row in cases[case].items()}, flush=True)
     name = os.path.basename(os.path.normpath(args.model_path))
-    result = {"model": name, "dtype": args.dtype, "fused": bool(engine.fused), "cases": cases,
+    result = {"model": name, "dtype": args.dtype, "fused": isinstance(engine.decoder, Fused), "cases": cases,
               "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
                           "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
               "date": datetime.date.today().isoformat(), "command": "python bench/rollout.py " + " ".join(sys.argv[1:])}

@@ -76,7 +76,6 @@ def measure(point) -> dict:
     import agent
     import grpo
     from envs import schemas
-    from core import engine
     from extras.fast import fused, loading
     from extras.models import probe
     from core.chat import Chat
@@ -85,7 +84,7 @@ def measure(point) -> dict:
     def no_attention(module, query, *_, **__):
         return query.transpose(1, 2).contiguous(), None
     if not attention:
-        loading.causal_attention = engine.row_attention = fused.row_attention = no_attention
+        loading.causal_attention = fused.fast_row_attention = no_attention
         probe.probe = lambda model, _: setattr(model.facts, "shares_prefix", True)  # it would find out
     tokenizer, out = AutoTokenizer.from_pretrained(folder), Path(folder) / f"run_{os.getpid()}"
     chat = Chat(tokenizer, schemas(Library))

@@ -127,7 +127,7 @@ def ours(args) -> dict:
 
     from bench import profile_step
     from core.model import save_model
-    from extras.fast.loading import fast_float32
+    from extras.fast.processor import fast_float32
     from layers import load_model
     from lora import adapter_tensors, adapters
     fast_float32()
@@ -169,7 +169,7 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     from bench.completions import generate
     from core.data import cheapest_order
     from core.logprobs import token_logprobs
-    from core.engine import make_engine
+    from layers import make_engine
     from lora import merged
     began = now()
     with merged(model):  # the engine goes when `generate` returns, and its KV cache with it, as in agent.rollout

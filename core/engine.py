@@ -1,13 +1,32 @@
 """The decoding engine: prefill, decode, sample, for rows of different lengths in one batch.
 
-    engine = Engine(model, slots=64, stop_ids={2})
+    engine = make_engine(model, tokens=512, slots=64, stop_ids={2})
     engine.add([Row(prompt, group=0, seed=s) for s in range(8)])  # the group's prompt runs once
     while engine.busy:
         for row in engine.step():                    # rows whose turn ended; row.turn, row.logprobs
             engine.extend(row, tool_result_ids, 64)  # either: it continues in the same cache
             engine.release(row)                      # or: it leaves, and another takes its slot
 
-These six are the protocol of every engine, also of one that asks a server:
+A token and its log-probability come from one softmax. What a row samples follows from its ids and
+its seed.
+"""
+import inspect
+import math
+from collections import defaultdict
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from core.config import UserError
+from core.logprobs import head_logits, sample
+
+LONG = 2**14  # tokens of one prefill above which its rows are split in two
+
+
+class EngineProtocol(Protocol):
+    """What `rollout(engine=...)` takes: the engine below, or one that asks a server.
 
     add(rows)                takes new rows; a row's first turn continues its prompt, `row.pending`
     step()                   samples further tokens; returns the rows whose turn has ended, if any
@@ -17,45 +36,25 @@ These six are the protocol of every engine, also of one that asks a server:
     busy                     True while `step` has something to do; it is called only then
     clock                    how many decode steps were taken: it decides when tool results are due
 
-The caller makes each Row with its prompt, group, seed and limit. After that it only reads what the
-engine has written: `row.turn`, the ids sampled in this turn, with the stop id that ended it if one
-did, and `row.logprobs`, their log-probabilities in nats under the distribution that they were drawn
-from. A turn ends with one of the engine's stop ids or with its `limit`-th token. What a row samples
-follows from its ids and its seed. Everything else in a Row belongs to the engine.
+    The caller makes each Row. After that it only reads its `turn` and its `logprobs`.
+    """
+    busy: bool
+    clock: int
 
-The rows that decode are kept in the first slots, so that a step reads a slice of the cache and
-copies nothing. A token and its log-probability come from one softmax.
-"""
-import inspect
-import math
-from collections import defaultdict
-from functools import partial
-from importlib import import_module
-from itertools import groupby
-
-import numpy as np
-import torch
-
-from core.config import UserError
-from extras.fast.attention import row_attention
-from extras.fast.fused import Fused, fits
-from core.kv_cache import make_cache
-from core.logprobs import head_logits
-from core.model import facts
-from core.sampling import sample
-
-STATIC = "extras.fast.static_engine"  # what a GPU needs
-LONG = 2**14  # tokens of one prefill above which its rows are split in two
+    def add(self, rows): ...
+    def step(self) -> list: ...
+    def extend(self, row, ids, limit: int): ...
+    def release(self, row): ...
 
 
 class Row:
     """One sequence that is decoded.
 
     Attributes:
-        turn, logprobs: the tokens sampled since the prompt or the last `extend`.
+        turn: the ids sampled since the prompt or the last `extend`, with the stop id, if any.
+        logprobs: theirs, in nats, under the distribution that they were drawn from.
         group, seed, limit: as given; `extend` sets the limit of the next turn.
-        pending: ids that are not in the cache yet. At first it is the prompt.
-        length: how many ids are in the cache.
+        pending: ids that are not in the cache yet, at first the prompt. `length` ids are in it.
         slot: the row's place in the cache, or None.
         state: "waiting" for a slot, "prefill" (tokens that it did not sample are due), "decode", or
             "ended" (its turn has).
@@ -96,36 +95,36 @@ class Row:
 
 
 class Engine:
-    """Decodes rows until a stop id or the limit of each turn, with the weights as they are now."""
+    """Decodes rows until a stop id or the limit of each turn, with the weights as they are now.
 
-    def __init__(self, model, *, slots: int = 64, stop_ids=(), fused: bool = True, **sampling):
+    The rows that decode are kept in the first slots, so that a step reads a slice of the cache.
+    """
+
+    def __init__(self, model, *, slots: int = 64, stop_ids=(), decoder=None, cache=None,
+                 draw=sample, **sampling):
         """Make an engine of so many `slots`, the rows that are in the batch at the same time.
 
-        `sampling` are temperature, top_k and top_p, as `core.sampling.sample` takes them.
-        Raises UserError for a model that the probe at load has found to decode wrongly.
+        Args:
+            decoder: gives hidden states, decoder(ids, cache), and logits, decoder.head(hidden).
+            cache: the class of the cache.
+            draw: what samples, called as `sample` is, with the arguments `sampling`.
         """
-        if facts(model).refuses_engine:
-            raise UserError(facts(model).refuses_engine)
         self.model = model
         self.device = model.device
         self.slots = slots
         self.stop_ids = frozenset(stop_ids)
-        self.draw = partial(sample, **sampling)
-        self.cache = make_cache(model, slots)
-        self.fused = Fused(model) if fused and fits(model) else None
-        self.decoder = self.fused or StockForward(model)
+        self.draw = partial(draw, **sampling)
+        self.cache = (cache or RowCache)(slots, model.device)
+        self.decoder = decoder or StockForward(model)
         self.owner: list[Row | None] = [None] * slots
         self.waiting: list[Row] = []
         self.ended: list[Row] = []  # rows whose turn ended in this step
         self.prompts = {}  # group with rows that wait -> its prompt's cache, logits, length
-        self.clock = 0  # steps taken
+        self.clock = 0
 
     @property
     def busy(self) -> bool:
-        """True while a row can be decoded.
-
-        Rows that wait for `extend`, or for the slot of such a row, do not count.
-        """
+        """True while a row can be decoded. Those that wait for `extend` or a slot do not count."""
         can_enter = self.waiting and None in self.owner
         return bool(can_enter or self.in_state("prefill") or self.in_state("decode"))
 
@@ -138,7 +137,7 @@ class Engine:
         self.waiting.extend(rows)
 
     def extend(self, row: Row, ids, limit: int):
-        """Append tokens that the model did not sample, such as tool results, and start a turn."""
+        """Append tokens that the model did not sample, and start a turn."""
         row.pending += ids
         row.turn = []
         row.logprobs = []
@@ -152,16 +151,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Run the prompts and tool results that are due, then a decode step of all running rows.
-
-        Returns the rows whose turn ended.
-        """
+        """Run the prompts and tool results that are due, then a decode step of all running rows."""
         self.clock += 1
         self.ended = []
         self.admit()
         extended = self.in_state("prefill")
         if extended:
-            self.sample(extended, self.read(extended))
+            self.sample(extended, self.run(extended))
         if self.in_state("decode"):
             self.decode()
         return self.ended
@@ -186,7 +182,7 @@ class Engine:
         for row in entering:
             groups[row.group].append(row)
         first = [rows[0] for group, rows in groups.items() if group not in self.prompts]
-        new_logits = iter(self.read(first) if first else ())  # (V,) each
+        new_logits = iter(self.run(first) if first else ())  # (V,) each
         waiting = {row.group for row in self.waiting}
         logits = {}
         for group, rows in groups.items():
@@ -208,27 +204,16 @@ class Engine:
         running = self.in_state("decode")
         self.sample(running, self.run(running))
 
-    def read(self, rows: list[Row]):
-        """Run prompts or tool results, without padding where it would change the rows' states."""
-        if not self.cache.keeps_states:
-            return self.run(rows)
-        # Among neighbours whose slots are consecutive, slot - i is the same.
-        kinds = [(row.slot - i, len(row.pending), bool(row.length)) for i, row in enumerate(rows)]
-        batches = groupby(range(len(rows)), lambda i: kinds[i])
-        return torch.cat([self.run([rows[i] for i in batch]) for _, batch in batches])
-
     def run(self, rows: list[Row]):
         """Run the rows' pending tokens and return the logits (R, V) after each row's last one."""
-        width = max(len(row.pending) for row in rows)
-        half = len(rows) // 2
-        if half and len(rows) * width > LONG:
-            return torch.cat([self.run(rows[:half]), self.run(rows[half:])])
-        slots, starts, counts, ids = [], [], [], []
+        batches = self.cache.batches(rows)
+        if len(batches) > 1:
+            return torch.cat([self.run(batch) for batch in batches])
+        slots = [row.slot for row in rows]
+        starts = [row.length for row in rows]
+        counts = [len(row.pending) for row in rows]
+        ids = [row.pending + [0] * (max(counts) - len(row.pending)) for row in rows]
         for row in rows:
-            slots.append(row.slot)
-            starts.append(row.length)
-            counts.append(len(row.pending))
-            ids.append(row.pending + [0] * (width - len(row.pending)))
             row.length += len(row.pending)
         self.cache.prepare(slots, starts, counts)
         hidden = self.decoder(torch.tensor(ids, device=self.device), self.cache)  # (R, C, D)
@@ -241,8 +226,7 @@ class Engine:
             uniforms += row.uniforms(1)
             forced += row.forced[:1] or [-1]
         uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
-        forced = torch.tensor(forced, device=self.device)
-        ids, logprobs = self.draw(logits, uniforms, forced)
+        ids, logprobs = self.draw(logits, uniforms, torch.tensor(forced, device=self.device))
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist()):
             self.take(row, token, logprob)
 
@@ -267,31 +251,51 @@ class Engine:
             other = self.owner[slot]
             if other:
                 other.slot = row.slot
-            self.owner[row.slot] = other
-            self.owner[slot] = row
+            self.owner[row.slot], self.owner[slot] = other, row
             row.slot = slot
 
 
-def make_engine(model, *, tokens: int = 0, static: bool | None = None, **options) -> Engine:
-    """Return the engine for the model's device: the static one on a GPU, else the plain one.
+def make_engine(model, *, tokens: int, kind=Engine, top_k=0, top_p=1.0, **options) -> Engine:
+    """Return an engine of this kind for rows of at most `tokens` tokens, with Engine's options.
 
-    `static` overrides the choice. With room from the first step on for the `tokens` that a row has
-    in the end, no graph has to be captured again. The options are those of `Engine`. Raises
-    UserError for a model with longrope or dynamic RoPE whose rows may outgrow its original
-    positions: its keys in the cache would then be those of another encoding.
+    Raises UserError for top_k and top_p, which `sample` does not know, and for rows that outgrow
+    the original positions of longrope or dynamic RoPE: their cached keys would be another encoding.
     """
+    if top_k or top_p < 1:
+        raise UserError("top_k and top_p: this engine samples from the whole distribution")
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        limit = rope.get("original_max_position_embeddings", config.max_position_embeddings)
-        if tokens > limit:
-            raise UserError(f"--max_tokens {tokens}: give at most {limit}; beyond, this model "
-                            f"({rope['rope_type']} RoPE) encodes all positions of a text anew")
-    if static is None:
-        static = model.device.type == "cuda"
-    if static:
-        return import_module(STATIC).StaticEngine(model, tokens=tokens, **options)
-    return Engine(model, **options)
+    longest = getattr(config, "max_position_embeddings", tokens)
+    limit = rope.get("original_max_position_embeddings", longest)
+    if rope.get("rope_type") in ("longrope", "dynamic") and tokens > limit:
+        raise UserError(f"--max_tokens {tokens}: give at most {limit}; beyond, this model "
+                        f"({rope['rope_type']} RoPE) encodes all positions of a text anew")
+    return kind(model, **options)
+
+
+# -------------------------------------------------------------------------------- the forward pass
+def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None,
+                  row_cache=None, softcap=None, s_aux=None, **_):
+    """Attend over the rows of a `RowCache`, in the signature of transformers' functions.
+
+    The query (R, H, C, D) heads that share a key are stacked as its query rows, so that no key or
+    value (R, H_kv, S, D) is repeated. `softcap` bounds the scores. s_aux (H,) are sinks: the scores
+    of a further key whose value is 0. Returns (R, C, H, D) and None.
+    """
+    R, H, C, D = query.shape
+    kv_heads, S = key.shape[1:3]
+    query = (query * scaling).reshape(R, kv_heads, -1, D)
+    scores = query @ key.transpose(2, 3)  # (R, H_kv, H / H_kv * C, S)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    bias = row_cache.bias(sliding_window, query.dtype)[:, :, None]  # (R, 1, 1, C, S)
+    weights = scores.view(R, kv_heads, -1, C, S).add_(bias)
+    if s_aux is not None:
+        sinks = s_aux.view(kv_heads, -1, 1, 1).expand(R, -1, -1, C, 1)
+        weights = torch.cat([weights, sinks], -1)
+    weights = weights.softmax(-1)[..., :S]
+    out = weights.reshape(scores.shape) @ value
+    return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
 
 
 def sampler_of(config, run=None):
@@ -301,26 +305,149 @@ def sampler_of(config, run=None):
 
 
 class StockForward:
-    """The forward pass by transformers' own modules, with `row_attention` as their attention."""
+    """The forward pass by transformers' own modules, with `attention` in place of theirs."""
 
-    def __init__(self, model):
-        from transformers import AttentionInterface
-        AttentionInterface.register("row_attention", row_attention)
+    def __init__(self, model, attention=row_attention):
+        from transformers import AttentionInterface  # takes seconds: not with every --help
+        AttentionInterface.register(attention.__name__, attention)
+        self.attention = attention.__name__
         self.model = model
         self.config = model.config.get_text_config()
         arguments = inspect.signature(model.base_model.forward).parameters
-        # Transformers 5.24 calls it "cache" everywhere. Before, Mamba's models had another name.
+        # Before transformers 5.24 it was not called "cache" everywhere.
         names = [name for name in ("cache", "cache_params") if name in arguments]
-        self.cache_name = names[0] if names else "past_key_values"
+        self.cache_name = [*names, "past_key_values"][0]
         self.head = partial(head_logits, model)
 
     def __call__(self, ids, cache):
         """Return the last hidden states (R, C, D) of ids (R, C), each at its cache.position."""
         before = self.config._attn_implementation
-        self.config._attn_implementation = "row_attention"
+        self.config._attn_implementation = self.attention
         try:
             return self.model.base_model(
                 input_ids=ids, position_ids=cache.position, use_cache=False, row_cache=cache,
                 **{self.cache_name: cache}).last_hidden_state
         finally:
             self.config._attn_implementation = before
+
+
+class RowCache:
+    """Keys and values of every layer, each a tensor (slots, H_kv, S, D), of rows of any length.
+
+    It takes the place of transformers' Cache. Before each forward pass of R rows and C tokens per
+    row, `prepare` says which rows it is for and where their new tokens go.
+
+    Attributes:
+        tensors: (layer, "key" or "value") -> a tensor, made when the layer first writes to it.
+        position: (R, C) the position of every new token in its row.
+        begins: True if the new tokens are the first of their rows.
+        rows: the slots of the pass, a slice if they are neighbours.
+        span: how many positions of a row the pass reads.
+        read, write: the index of what the pass reads and writes in a tensor.
+        sdpa: True where torch's fused kernel does the attention, which copies no slice of a row.
+    """
+    keeps_states = False  # a row can go back to any of its tokens
+
+    def __init__(self, slots: int, device):
+        self.tensors = {}
+        self.slots = slots
+        self.capacity = 0  # S
+        self.device = device
+        self.sdpa = device.type == "cuda"
+
+    def batches(self, rows: list[Row]) -> list[list[Row]]:
+        """Return the rows in as many batches as they have to go through the model in."""
+        half = len(rows) // 2
+        is_long = len(rows) * max(len(row.pending) for row in rows) > LONG
+        return [rows[:half], rows[half:]] if half and is_long else [rows]
+
+    def prepare(self, slots: list[int], starts: list[int], counts: list[int]):
+        """Make the next pass write `counts` tokens per row, from position `starts`.
+
+        Shorter rows are padded on the right. The padding is stored like tokens, at positions that
+        no query looks at before the row's own next tokens are written there, or at the last one,
+        which is kept free. Rows that have neighbouring slots in order are read without a copy.
+        """
+        self.begins = not any(starts)
+        needed = 1 + max(start + count for start, count in zip(starts, counts))
+        self.reserve(needed)
+        index = torch.tensor(slots, device=self.device)
+        start = torch.tensor(starts, device=self.device)[:, None]
+        position = start + torch.arange(max(counts), device=self.device)
+        span = 32 * math.ceil(needed / 32)
+        # On a CPU a bfloat16 product copies a slice, which pays below a third of the positions.
+        if not self.sdpa and self.capacity < 3 * span:
+            span = self.capacity
+        first, end = slots[0], slots[0] + len(slots)
+        self.rows = slice(first, end) if slots == list(range(first, end)) else index
+        self.read = self.rows, slice(None), slice(0, span)
+        self.write = index[:, None], slice(None), position.clamp(max=self.capacity - 1)
+        # A query beyond the span, of a row that waits, could see no key of a sliding window, and
+        # the softmax over none is NaN, which a slot keeps for the next row.
+        self.position = position.clamp(max=span - 1)
+        self.span = span
+        self.biases = {}
+
+    def reserve(self, needed: int):
+        """Make room for `needed` tokens per row. When the cache grows, all tensors are new ones."""
+        if needed <= self.capacity:
+            return
+        self.capacity = 32 * math.ceil(max(needed, 1.25 * self.capacity) / 32)
+        for place, old in self.tensors.items():
+            slots, heads, length, width = old.shape
+            self.tensors[place] = old.new_zeros(slots, heads, self.capacity, width)
+            self.tensors[place][:, :, :length] = old
+
+    def update(self, key, value, layer: int, *_, **__):
+        """Store new keys and values (R, H_kv, C, D) and return all of the rows' (R, H_kv, S, D)."""
+        places = (layer, "key"), (layer, "value")
+        for place, new in zip(places, (key, value)):
+            if place not in self.tensors:
+                shape = self.slots, new.shape[1], self.capacity, new.shape[3]
+                self.tensors[place] = new.new_zeros(shape)
+            self.tensors[place][self.write] = new.transpose(1, 2)  # (R, C, H_kv, D)
+        return [self.tensors[place][self.read] for place in places]
+
+    def bias(self, window, dtype):
+        """Return (R, 1, C, S): 0 where a query sees a key, else -inf.
+
+        It is made once per pass. A query of a sliding layer sees `window` keys, its own included.
+        """
+        if window not in self.biases:
+            key = torch.arange(self.span, device=self.device)
+            query = self.position[:, None, :, None]
+            hidden = key > query  # (R, 1, C, S)
+            if window:
+                hidden |= key <= query - window
+            bias = hidden.new_zeros(hidden.shape, dtype=dtype)
+            self.biases[window] = bias.masked_fill_(hidden, -torch.inf)
+        return self.biases[window]
+
+    def views(self, length: int) -> list:
+        """Return views of all slots' first keys and values (slots, H_kv, length, D)."""
+        return [tensor[:, :, :length] for tensor in self.tensors.values()]
+
+    def prefix(self, slot: int, length: int) -> list:
+        """Return a copy of what a slot holds of its first tokens."""
+        return [view[slot].clone() for view in self.views(length)]
+
+    def copy_prefix(self, prefix: list, slots: list[int], length: int):
+        """Write what `prefix` returned to all these slots."""
+        index = torch.tensor(slots, device=self.device)
+        for view, source in zip(self.views(length), prefix):
+            view[index] = source
+
+    def exchange(self, slots: list[int], others: list[int], length: int):
+        """Exchange what each slot holds with the other of its place. None is named twice."""
+        to, of = torch.tensor([slots + others, others + slots], device=self.device)
+        for view in self.views(length):
+            view[to] = view[of]
+
+    def get_seq_length(self, *_):
+        # Positions are passed explicitly. Nobody may derive them from the cache.
+        return 0
+
+    def get_conv_state(self, *_, **__):
+        raise UserError("this model keeps states beside keys and values: no cache here holds them")
+
+    get_recurrent_state = update_conv_state = update_recurrent_state = get_conv_state

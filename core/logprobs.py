@@ -2,6 +2,7 @@
 
     token_logprobs    the function that algorithms call, and the only place that shifts tokens
     score             token_logprobs of a whole step, without gradient
+    sample            draw a token per row, with its log-probability
     dithered, Cast    what 16 bits would lose of small updates and of small gradients
 
 The output head runs on chunks of tokens. One that brings its own `logprobs` is asked for them.
@@ -16,6 +17,7 @@ from core.packing import hidden_states
 CHUNK = 2**23  # logits that exist at once
 CPU_PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache
 GPU_PIECE = 2**23
+BLOCK = 256  # tokens of the vocabulary whose probabilities are summed first
 
 
 def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
@@ -109,6 +111,58 @@ def scaled(config, logits):
     if cap := getattr(config, "final_logit_softcapping", None):
         logits = torch.tanh(logits / cap) * cap
     return logits
+
+
+def sample(logits, uniforms, forced, temperature: float = 1.0):
+    """Draw one token per row. Nothing here waits for the device.
+
+    Args:
+        logits: (R, V), of any floating-point dtype.
+        uniforms: (R,) float64 in [0, 1), one random number per row.
+        forced: (R,) ids to take instead of the drawn token, or -1 where the row samples.
+        temperature: 0 takes the most likely token, with its log-probability at temperature 1.
+
+    Returns ids (R,) and logprobs (R,) in nats, which are NaN where the logits are not finite.
+    """
+    z = logits.float()
+    if temperature not in (0, 1):
+        z = z / temperature
+    z_max = z.amax(-1, keepdim=True)  # (R, 1)
+    ids, total = inverse_cdf((z - z_max).exp_(), uniforms)
+    if temperature == 0:
+        ids = z.argmax(-1)
+    ids = torch.where(forced >= 0, forced, ids)
+    # Where the logits are not finite, the search ends outside of the vocabulary.
+    ids = ids.clamp(max=z.shape[1] - 1)
+    z_drawn = z.gather(1, ids[:, None]) - z_max  # (R, 1)
+    return ids, z_drawn[:, 0] - total.log().float()
+
+
+def inverse_cdf(weight, uniforms):
+    """Return the ids (R,) at which the cumulative weights (R, V) reach the uniforms (R,).
+
+    It finds the block of the vocabulary first and then the token in it. It also returns the sums
+    of the weights (R,), in float64.
+    """
+    if weight.shape[1] % BLOCK:
+        weight = F.pad(weight, (0, -weight.shape[1] % BLOCK))
+    blocks = weight.unflatten(1, (-1, BLOCK))  # (R, blocks, block)
+    sums = blocks.sum(-1)  # (R, blocks)
+    # In float64, because a uniform near 1 must stay below the total.
+    cumulative = sums.double().cumsum(-1)
+    total = cumulative[:, -1:]  # (R, 1)
+    target = uniforms[:, None] * total
+    block = torch.searchsorted(cumulative, target, right=True)  # (R, 1)
+    block.clamp_(max=sums.shape[1] - 1)
+    rest = target - cumulative.gather(1, block)
+    rest += sums.gather(1, block)
+    inside = torch.take_along_dim(blocks, block[..., None], 1)[:, 0]  # (R, block)
+    inside = inside.double().cumsum(-1)
+    # Rounding may put `rest` at or above the block's sum. No token of weight 0 may be drawn then.
+    below_sum = inside[:, -1:] * (1 - 2**-40)
+    rest = torch.minimum(rest.clamp_(min=0), below_sum)
+    ids = block * BLOCK + torch.searchsorted(inside, rest, right=True)
+    return ids[:, 0], total[:, 0]
 
 
 class _HeadLogprobs(torch.autograd.Function):

@@ -4,8 +4,8 @@ from contextlib import suppress
 import torch
 
 from core.config import UserError
-from extras.fast.loading import use_causal_attention
 from core.model import facts
+from extras.fast.loading import speed_up
 from extras.models.probe import probe
 from lora import add_lora
 
@@ -83,7 +83,7 @@ def verdict(family: str) -> str:
     except Exception:
         return "not made"
     try:
-        use_causal_attention(model)
+        speed_up(model)
         with suppress(UserError):  # some have no Linear
             add_lora(model, 2, 4)
         probe(model, family)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ from core.distributed import OneProcess
 from core.config import EnvironmentFault, UserError, main, mix
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
-from core.engine import Engine, Row
+from core.engine import Engine, Row, make_engine
 from core.logprobs import token_logprobs
 from core.model import facts
 from extras.memory.adapter import Beside
@@ -862,7 +863,7 @@ def test_what_ended_before_the_model_diverged_keeps_its_reward(monkeypatch):
                 raise FloatingPointError("the model's logits are not finite")
             return super().step()
     Script(monkeypatch, [["", "fine"], [[call("pay", amount=1)], "fine"]])
-    ended, running = rollout(MODEL, TOKENIZER, "box", [{}], 2, limits=LONG, engine=lambda model, tokens, **options: Diverges(model, **options))
+    ended, running = rollout(MODEL, TOKENIZER, "box", [{}], 2, limits=LONG, engine=partial(make_engine, kind=Diverges))
     assert (ended.reward, ended.stop_reason) == (0.0, "done") and "not_finite" not in ended.info
     assert math.isnan(running.reward) and "diverged" in running.info["not_finite"]
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from core.engine import row_attention
 from extras.fast import attention
 from extras.fast.attention import causal_attention
 
@@ -142,12 +143,13 @@ def test_repeated_keys_give_the_shared_ones_numbers_and_gradients(monkeypatch):
 def test_a_long_prompt_goes_through_in_parts(monkeypatch, softcap, sinks):
     """All scores of a prompt of 8,000 tokens of SmolLM2 at once took 4 GB, twice as many tokens four times that."""
     query, key, value = (x.detach() for x in heads(101))
-    bias = torch.full((2, 1, 1, 101, 101), -torch.inf).triu(1)
-    whole = attention.grouped_attention(query, key, value, bias, 0.3, softcap, sinks)
+    bias = torch.full((2, 1, 101, 101), -torch.inf).triu(1)
+    kinds = {"softcap": softcap, "s_aux": sinks}
+    whole = attention.in_parts(query, key, value, bias, 0.3, kinds)
     sizes, softmax = [], torch.Tensor.softmax
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *dim: sizes.append(x.numel()) or softmax(x, *dim))
     monkeypatch.setattr(attention, "MOST_SCORES", 20000)
-    parts = attention.grouped_attention(query, key, value, bias, 0.3, softcap, sinks)
+    parts = attention.in_parts(query, key, value, bias, 0.3, kinds)
     assert (parts - whole).abs().max() < 1e-6 and len(sizes) == 8 and max(sizes) <= 20000
 
 
@@ -155,7 +157,8 @@ def test_a_long_prompt_goes_through_in_parts(monkeypatch, softcap, sinks):
 def test_capped_scores_and_sinks_one_head_after_the_other(softcap, sinks):
     query, key, value = (x.detach() for x in heads(7))
     bias = torch.full((7, 7), -torch.inf).triu(1)
-    ours = attention.grouped_attention(query, key, value, bias, 0.3, softcap, sinks)
+    cache = SimpleNamespace(bias=lambda window, dtype: bias[None, None])
+    ours, _ = row_attention(None, query, key, value, None, 0.3, row_cache=cache, softcap=softcap, s_aux=sinks)
     for head in range(6):
         scores = query[:, head] @ key[:, head // 3].mT * 0.3
         scores = scores if softcap is None else softcap * (scores / softcap).tanh()

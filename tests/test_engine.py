@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import core.engine
+import layers
 import lora
 from bench.completions import generate
-from core.engine import Engine, Row
-from core.kv_cache import RowCache
+from core.engine import Row, RowCache
 from layers import load_model
 from core.logprobs import token_logprobs
-from core.engine import make_engine
 from core.tiny import make_tiny
 from lora import merged
 
@@ -34,6 +34,17 @@ FAMILIES = {
     "mistral": ("Mistral", {"sliding_window": 8}),
     "phi3": ("Phi3", {}),
 }
+
+
+@pytest.fixture(autouse=True, params=["core", "layers"])
+def which(request, monkeypatch):
+    """Every test runs with core's engine and with what the layers make of it."""
+    if request.param == "core":
+        monkeypatch.setattr(layers, "make_engine", core.engine.make_engine)
+
+
+def make_engine(model, tokens=0, **options):
+    return layers.make_engine(model, tokens=tokens, **options)
 
 
 def build(name, seed=0):
@@ -136,23 +147,6 @@ def test_sampled_logprobs_are_the_trainers(name):
         assert recomputed(model, shifted, temperature).max() > 0.1  # the check itself sees a shift by one
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "tiny"])
-def test_long_prompts_go_through_the_causal_kernel_and_long_tool_results_do_not(monkeypatch, name):
-    """A tool result of 21 tokens sees what stands before it in the row."""
-    model, kernel, widths = build(name), torch.nn.functional.scaled_dot_product_attention, []
-
-    def counted(query, *rest, is_causal=False, **options):
-        widths.extend([query.shape[2]] * is_causal)
-        return kernel(query, *rest, is_causal=is_causal, **options)
-    monkeypatch.setattr("extras.fast.attention.LONG_PROMPT", 8)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    played, _ = play(model, schedule(4), slots=4, limit=7, pause=lambda row: len(row.turn) % 3)
-    # All layers of this Mistral see a window of 7.
-    assert set(widths) <= {9, 14, 30} and bool(widths) == (name != "mistral")
-    widths.clear()
-    assert recomputed(model, played).max() < 1e-4
-
-
 @pytest.mark.parametrize("name", ["tiny", "gemma3", "smollm"])
 def test_with_lora_merged_or_as_a_hook(name):
     model = build(name)
@@ -196,7 +190,7 @@ def test_a_groups_prompt_is_forwarded_once(slots):
 
 def test_a_prompt_is_kept_only_while_rows_of_its_group_wait(monkeypatch):
     """The copies of an evaluation's 128 prompts took 2.2 GiB at 0.5B, beside the cache for which `slots_that_fit` had given half of the memory."""
-    engine, kept = Engine(build("qwen2"), slots=6), []
+    engine, kept = make_engine(build("qwen2"), slots=6), []
     monkeypatch.setattr(engine.cache, "prefix", lambda *where, real=engine.cache.prefix: kept.append(len(engine.prompts)) or real(*where))
     engine.add([Row(ids_of(5, i), group=min(i, 4), limit=1) for i in range(9)])
     engine.step()
@@ -219,7 +213,7 @@ def test_slots_order_and_mates_do_not_change_what_is_drawn(name):
         assert max(abs(a - b) for (_, x), (_, y) in zip(run, runs[0]) for a, b in zip(x, y)) < 1e-4
     rows = [Row(prompts[i // 3], group=i // 3, seed=(4 << 40) + i, limit=20) for i in range(15)]
     shuffled = random.Random(0).sample(rows, 15)
-    engine = Engine(model, slots=4, stop_ids={9, 50})
+    engine = make_engine(model, slots=4, stop_ids={9, 50})
     engine.add(shuffled)
     while engine.busy:
         for row in engine.step():
@@ -242,7 +236,7 @@ def test_forced_tokens_are_taken_and_their_logprobs_returned():
         assert (token_logprobs(model, sequence, mask, 0.7)[0][0, -8:] - torch.tensor(logprobs)).abs().max() < 1e-4
     mine = ids_of(3)
     row = Row(prompts[0], forced=mine, limit=3)
-    engine = Engine(model, slots=1)
+    engine = make_engine(model, slots=1)
     engine.add([row])
     while engine.busy:
         engine.step()
@@ -253,7 +247,7 @@ def test_forced_and_sampled_rows_share_a_batch():
     model, prompt = build("qwen2"), ids_of(6)
     free = complete(model, [prompt], max_new_tokens=6, seed=1)[0]
     rows = [Row(prompt, group=0, seed=1 << 40, limit=6), Row(prompt, group=0, seed=9, limit=6, forced=[7, 8])]
-    engine = Engine(model, slots=2)
+    engine = make_engine(model, slots=2)
     engine.add(rows)
     while engine.busy:
         engine.step()
@@ -275,7 +269,7 @@ def test_limits():
     for limit in (1, 2, 5):
         assert all(len(ids) == limit for ids, _ in complete(model, prompts, group_size=3, max_new_tokens=limit, slots=4))
     assert complete(model, []) == []
-    engine, row = Engine(model, slots=1), Row(prompts[0], limit=2)
+    engine, row = make_engine(model, slots=1), Row(prompts[0], limit=2)
     engine.add([row])
     ended = []
     while not ended:
@@ -291,7 +285,7 @@ def test_limits():
 def test_rows_that_wait_for_a_tool_do_not_stop_others():
     model, prompt = build("qwen2"), ids_of(6)
     rows = [Row(prompt, group=i, seed=i, limit=2 if i == 0 else 30) for i in range(3)]
-    engine = Engine(model, slots=2)
+    engine = make_engine(model, slots=2)
     engine.add(rows)
     ended = []
     while rows[0] not in ended:
@@ -350,7 +344,7 @@ def test_short_rows_after_a_long_one_read_a_part_of_the_positions():
     model, prompt = build("qwen2"), ids_of(20, 1)
     turns = []
     for long in (0, 400):
-        engine = Engine(model, slots=2)
+        engine = make_engine(model, slots=2)
         if long:
             engine.add([Row(ids_of(long, 2), limit=1)])
             for row in engine.step():
@@ -367,7 +361,7 @@ def test_short_rows_after_a_long_one_read_a_part_of_the_positions():
 
 def test_many_refills_leave_nothing_behind():
     model = build("qwen2")
-    engine = Engine(model, slots=3, stop_ids=set(range(0, VOCAB, 5)))
+    engine = make_engine(model, slots=3, stop_ids=set(range(0, VOCAB, 5)))
     for turn in range(4):
         engine.add([Row(ids_of(5, i), group=(turn, i // 4), seed=i, limit=5) for i in range(16)])
         while engine.busy:
@@ -383,7 +377,7 @@ def test_the_attention_of_the_model_is_restored():
         model.set_attn_implementation(implementation)
         with torch.no_grad():
             before = model(prompt).logits
-        engine = Engine(model, slots=2)
+        engine = make_engine(model, slots=2)
         engine.add([Row(ids_of(9), limit=3)])
         engine.step()
         assert model.config._attn_implementation == implementation
@@ -432,7 +426,7 @@ def test_a_long_prefill_is_split_and_draws_the_same(monkeypatch):
 def test_not_finite_weights_stop_the_engine():
     model = build("qwen2")
     model.model.norm.weight.data[0] = math.nan
-    engine = Engine(model, slots=1)
+    engine = make_engine(model, slots=1)
     engine.add([Row([1, 2])])
     with pytest.raises(FloatingPointError):
         engine.step()

@@ -1,18 +1,22 @@
-"""fused.py against the stock modules."""
+"""The decoder of extras/fast (fused.py, attention.py) against core's, which runs the stock modules."""
 import pytest
 import torch
-from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedule
+from test_engine import FAMILIES, VOCAB, build, complete, ids_of, make_engine, play, recomputed, schedule
 
 import lora
 from extras.memory import checkpointing
 from extras.fast import fused
 from layers import load_model
-from core.engine import Engine, Row
+from core.engine import Row, StockForward
 from core.logprobs import column_noise, token_logprobs
 from extras.memory.adapter import Beside, Recomputing
 
 OURS = ["qwen2", "qwen2_sliding", "qwen3", "llama_gqa", "llama_mha", "smollm", "tiny"]
 OTHERS = ["gemma3", "mistral", "phi3"]
+
+
+def is_fused(model):
+    return isinstance(make_engine(model).decoder, fused.Fused)
 
 
 def adapted(name="qwen2"):
@@ -31,9 +35,9 @@ def storages(model):
 @pytest.mark.parametrize("name", OURS)
 def test_same_tokens_and_logprobs_as_the_stock_modules(name):
     model = build(name)
-    assert Engine(model).fused
-    runs = [play(model, schedule(5), slots=4, limit=9, stop_ids=set(range(0, VOCAB, 11)), fused=on, pause=lambda row: len(row.turn) % 4)[0]
-            for on in (True, False)]
+    assert is_fused(model)
+    runs = [play(model, schedule(5), slots=4, limit=9, stop_ids=set(range(0, VOCAB, 11)), pause=lambda row: len(row.turn) % 4, **options)[0]
+            for options in ({}, {"decoder": StockForward(model)})]
     for ours, stock in zip(*runs):
         assert ours.ids == stock.ids and ours.mask == stock.mask
         assert max(abs(a - b) for a, b in zip(ours.logprobs, stock.logprobs)) < 1e-4
@@ -43,7 +47,7 @@ def test_same_tokens_and_logprobs_as_the_stock_modules(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_architecture_stays_with_the_stock_modules(name):
     model = build(name)
-    assert Engine(model).fused is None and not fused.fits(model)
+    assert not is_fused(model) and not fused.fits(model)
 
 
 @pytest.mark.parametrize("change", [{"attention_bias": True, "mlp_bias": True}, {"rms_norm_eps": 0.1}, {"head_dim": 32},
@@ -56,7 +60,7 @@ def test_variants_of_the_family(change):
                                                                    num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, **change)).eval()
     for p in model.parameters():  # biases and norms are born as 0 and 1
         p.data += 0.1 * torch.randn_like(p)
-    assert Engine(model).fused
+    assert is_fused(model)
     assert recomputed(model, play(model, schedule(2), slots=3)[0]).max() < 1e-4
 
 
@@ -65,16 +69,16 @@ def test_the_norms_of_queries_and_keys_have_the_models_epsilon():
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
                                                                    num_key_value_heads=2, head_dim=16, initializer_range=0.3, rms_norm_eps=0.1)).eval()
-    assert Engine(model).fused
+    assert is_fused(model)
     assert recomputed(model, play(model, schedule(2), slots=3)[0]).max() < 1e-4
 
 
 def test_a_prompt_stays_in_tiles_and_a_decode_step_is_fused():
     model = build("qwen2")
     checkpointing.tile_mlps(model, 4)
-    engine = Engine(model, slots=1)
+    engine = make_engine(model, slots=1)
     widths = []
-    for layer, stock in zip(engine.fused.layers, model.model.layers):
+    for layer, stock in zip(engine.decoder.layers, model.model.layers):
         assert layer.prompt_mlp is stock.mlp
         layer.prompt_mlp = lambda x, mlp=stock.mlp: widths.append(x.shape[1]) or mlp(x)
     engine.add([Row(ids_of(9), limit=3)])
@@ -87,7 +91,7 @@ def test_another_activation_stays_with_the_stock_modules():
     import transformers
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
                                                                    num_attention_heads=6, initializer_range=0.3, hidden_act="gelu")).eval()
-    assert Engine(model).fused is None
+    assert not is_fused(model)
     assert recomputed(model, play(model, schedule(2), slots=3)[0]).max() < 1e-4
 
 
@@ -97,7 +101,7 @@ def test_merged_adapters_run_fused_unmerged_ones_and_hooks_do_not():
     places = storages(model)
     assert not fused.fits(model)
     with lora.merged(model):
-        assert Engine(model).fused
+        assert is_fused(model)
         first = play(model, schedule(3), slots=3)[0]
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters()) and storages(model) == places
     assert recomputed(model, first).max() < 1e-4
@@ -150,10 +154,10 @@ def test_adapters_beside_the_weights_of_one_input_are_one_adapter_while_decoding
 def test_there_is_no_second_copy_and_training_and_saving_go_on(tmp_path):
     model = build("qwen3")
     bytes_before, logits = sum(storages(model).values()), model(torch.tensor([[5, 6, 7]])).logits
-    Engine(model)
+    make_engine(model)
     places = storages(model)
     assert sum(places.values()) == bytes_before and len(places) < len(list(model.parameters())) - 4
-    Engine(model)
+    make_engine(model)
     places = storages(model)  # joined again
     assert sum(places.values()) == bytes_before
     assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, logits)
@@ -195,12 +199,12 @@ def test_bf16_on_a_cpu_is_packed_where_it_can_be_and_near_the_stock_modules(pack
         model = build(name)
         for p in model.parameters():
             p.data = p.data.bfloat16()
-        engine = Engine(model, slots=2)
-        assert engine.fused.head.packs == packs and storages(model) == storages(model)
+        engine = make_engine(model, slots=2)
+        assert engine.decoder.head.packs == packs and storages(model) == storages(model)
         both = []
-        for on in (True, False):
+        for decoder in (None, StockForward(model)):
             forced = [ids_of(20, i) for i in range(6)]
-            out = complete(model, [ids_of(9), ids_of(4, 1)], group_size=3, max_new_tokens=20, forced=forced, fused=on)
+            out = complete(model, [ids_of(9), ids_of(4, 1)], group_size=3, max_new_tokens=20, forced=forced, decoder=decoder)
             both.append(torch.tensor([logprobs for _, logprobs in out]))
         exact = build(name)
         for p in exact.parameters():
@@ -208,3 +212,20 @@ def test_bf16_on_a_cpu_is_packed_where_it_can_be_and_near_the_stock_modules(pack
         exact = torch.tensor([x for _, x in complete(exact, [ids_of(9), ids_of(4, 1)], group_size=3, max_new_tokens=20, forced=forced)])
         errors = [(x - exact).abs().mean().item() for x in both]
         assert errors[0] < 0.05 and errors[0] < 1.5 * errors[1]  # as near to float32 as the stock modules are
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "tiny"])
+def test_long_prompts_go_through_the_causal_kernel_and_long_tool_results_do_not(monkeypatch, name):
+    """A tool result of 21 tokens sees what stands before it in the row."""
+    model, kernel, widths = build(name), torch.nn.functional.scaled_dot_product_attention, []
+
+    def counted(query, *rest, is_causal=False, **options):
+        widths.extend([query.shape[2]] * is_causal)
+        return kernel(query, *rest, is_causal=is_causal, **options)
+    monkeypatch.setattr("extras.fast.attention.LONG_PROMPT", 8)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    played, _ = play(model, schedule(4), slots=4, limit=7, pause=lambda row: len(row.turn) % 3)
+    # All layers of this Mistral see a window of 7.
+    assert set(widths) <= {9, 14, 30} and bool(widths) == (name != "mistral")
+    widths.clear()
+    assert recomputed(model, played).max() < 1e-4

@@ -15,7 +15,7 @@ import pytest
 import agent
 import envs
 from agent import Limits, rollout
-from extras.exact.process import give_back_memory
+from extras.fast.processor import give_back_memory
 from core.tiny import make_tiny
 
 MODEL, TOKENIZER = make_tiny()

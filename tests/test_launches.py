@@ -5,16 +5,17 @@ import bitsandbytes  # noqa: F401  it looks for a GPU when it is imported
 import pytest
 import torch
 from fake_cuda import cuda
-from test_engine import ids_of, play
+from test_engine import ids_of, make_engine, play
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora
 from bench.budget import kind_of
 from layers import load_model
 from core.logprobs import token_logprobs
-from core.engine import Engine, Row
+from core.engine import Row
 from core.logprobs import CHUNK, _softmax
 from extras.memory.pointwise import rms_norm
+from extras.fast.fused import Fused
 from extras.fast.static_engine import StaticEngine
 
 
@@ -47,8 +48,8 @@ def launches(act, *arguments):
     return counted
 
 
-def started(model, kind, rows):
-    engine = kind(model, slots=rows, stop_ids={2}, **({"tokens": 100} if kind is StaticEngine else {}))
+def started(model, static, rows):
+    engine = make_engine(model, slots=rows, stop_ids={2}, tokens=100 * static, static=static)
     engine.add([Row(ids_of(9), group=0, seed=i, limit=50) for i in range(rows)])
     engine.step()
     return engine
@@ -58,7 +59,7 @@ def test_a_decode_step_is_as_many_kernels_for_one_row_as_for_many(model):
     with torch.inference_mode(), lora.merged(model):
         counts = []
         for rows in (1, 2, 8):
-            engine = started(model, StaticEngine, rows)
+            engine = started(model, True, rows)
             engine.cache.sdpa = True  # as on a GPU
             engine.fill()
             counts.append(launches(engine.static_step, rows, 128))
@@ -68,13 +69,13 @@ def test_a_decode_step_is_as_many_kernels_for_one_row_as_for_many(model):
 
 def test_a_prompt_is_copied_to_all_rows_of_its_group_at_once(model):
     with torch.inference_mode(), lora.merged(model):
-        few, many = (launches(started, model, Engine, rows).count for rows in (2, 16))
+        few, many = (launches(started, model, False, rows).count for rows in (2, 16))
     assert few == many
 
 
 def test_rows_are_exchanged_at_once(model):
     with torch.inference_mode(), lora.merged(model):
-        cache = started(model, Engine, 16).cache
+        cache = started(model, False, 16).cache
         one, many = (launches(cache.exchange, list(range(n)), list(range(8, 8 + n)), 4).count for n in (1, 8))
     assert one == many <= 2 * len(cache.tensors) + 4
 
@@ -126,17 +127,17 @@ def test_a_decode_step_on_a_gpu(tiny, memory):
     with cuda() as device:
         model = on_a_gpu(tiny, memory).eval()
         with torch.inference_mode(), lora.merged(model):
-            engine = started(model, StaticEngine, 8)
+            engine = started(model, True, 8)
             engine.fill()
             kernels = count(device, lambda: engine.static_step(8, 128))
-    assert engine.fused and not device.events
+    assert isinstance(engine.decoder, Fused) and not device.events
     assert kernels <= 1.1 * KERNELS[memory][0]
 
 
 def test_an_update_on_a_gpu(tiny, memory):
     """An adapter in host memory goes over once in a pass over a layer, and its gradients once back, however many tiles an MLP has."""
     def update():
-        with lora.merged(model):
+        with lora.merged_to_train(model):
             logprobs, _ = token_logprobs(model.train(), ids, torch.ones_like(ids), 1.0)
             logprobs.sum().backward()
 

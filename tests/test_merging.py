@@ -14,7 +14,7 @@ from bench.merging import kept_by_merging
 from layers import load_model
 from core.model import save_model
 from core.logprobs import token_logprobs
-from core.engine import make_engine
+from layers import make_engine
 from lora import adapters, merged
 
 ROOT = Path(lora.__file__).parent
@@ -155,7 +155,7 @@ def test_what_is_sampled_is_what_is_trained(dtype):
     """first_ratio: the sampler's log-probabilities against the trainer's, of the same merged weights."""
     model = tiny(dtype, scale=0.05)
     with merged(model):
-        (ids, sampled), = generate(make_engine(model, slots=1), [[5, 6, 7]], max_new_tokens=40, seed=1)
+        (ids, sampled), = generate(make_engine(model, tokens=50, slots=1), [[5, 6, 7]], max_new_tokens=40, seed=1)
         token_ids = torch.tensor([[5, 6, 7, *ids]])
         mask = torch.ones_like(token_ids)
         mask[:, :3] = 0

@@ -10,10 +10,11 @@ import torch
 import grpo
 import lora
 from core.config import UserError
-from layers import load_model
+from layers import load_model, make_engine
 from core.model import save_model
-from core.engine import Engine, Row, make_engine
+from core.engine import Row
 from core.logprobs import token_logprobs
+from extras.fast.loading import speed_up
 from extras.memory.techniques import FOUR_BIT, PLAIN, Techniques
 from core.model import facts
 from core.model import read_model
@@ -42,7 +43,7 @@ def without_limit(model):
 def adapted(family):
     """A random model with an adapter that changes it, prepared as `load_model` does."""
     model = decoders.make(family)
-    decoders.use_causal_attention(model)
+    speed_up(model)
     without_limit(model)
     add_lora(model, 2, 4)
     probe(model, family)
@@ -74,7 +75,7 @@ def play(model, slots=3, limit=5):
     Returns {row: [(ids before the turn, the turn, its log-probabilities) of each turn]}.
     """
     rng = random.Random(0)
-    engine = Engine(model, slots=slots, stop_ids=set(range(0, VOCAB, 11)), temperature=1.0)
+    engine = make_engine(model, tokens=100, slots=slots, stop_ids=set(range(0, VOCAB, 11)), temperature=1.0)
     prompts = [ids_of(n, n) for n in (9, 9, 14, 1, 2)]
     rows = [Row(prompts[i], group=i, seed=10 * i + j, limit=limit) for i, size in enumerate((3, 1, 2, 1, 1)) for j in range(size)]
     seen = {row: list(row.pending) for row in rows}
@@ -126,7 +127,7 @@ def stock_logprobs(plain, turns):
 def test_rows_that_begin_together_do_not_see_the_states_of_those_before_them(family):
     model = adapted(family)
     with merged(model):
-        engine = Engine(model, slots=2, stop_ids=set(), temperature=1.0)
+        engine = make_engine(model, tokens=100, slots=2, stop_ids=set(), temperature=1.0)
 
         def turns(*prompts):
             rows = [Row(ids, group=i, seed=i, limit=3) for i, ids in enumerate(prompts)]

@@ -9,9 +9,9 @@ from memory_helpers import EVERYTHING, save_tiny
 from test_models import save_text
 
 from core.config import UserError
-from layers import load_model
-from core.engine import Engine
+from layers import load_model, make_engine
 from lora_helpers import merge
+from extras.fast.loading import speed_up
 from extras.memory.techniques import SETTINGS
 from core.model import facts
 from extras.models.probe import WINDOW, disagreement, narrow_windows, probe
@@ -36,7 +36,7 @@ def windowed(family, **sizes):
     import transformers
     config = getattr(transformers, f"{family}Config")(**{**decoders.SIZES, "sliding_window": 4096, **sizes})
     model = decoders.filled(getattr(transformers, f"{family}ForCausalLM")(config).eval())
-    decoders.use_causal_attention(model)
+    speed_up(model)
     return model
 
 
@@ -47,7 +47,7 @@ def test_a_window_that_only_the_mask_knows_is_found_at_its_real_width(family, si
     model = windowed(family, **sizes).to(dtype)
     probe(model, "folder")
     with pytest.raises(UserError, match=f"^folder: {family}ForCausalLM: the engine cannot decode it: it differs from transformers' by [0-9.]+ nats a token$"):
-        Engine(model)
+        make_engine(model, tokens=100)
 
 
 @pytest.mark.parametrize("family, options", [
@@ -55,7 +55,7 @@ def test_a_window_that_only_the_mask_knows_is_found_at_its_real_width(family, si
 def test_sparse_attention_that_sees_all_of_a_short_row_is_refused(family, options):
     """`causal_attention` ignores which keys or blocks a layer has chosen. Rows of more than 2,048 tokens trained 0.3 nats off."""
     model = decoders.make(family, **options)
-    decoders.use_causal_attention(model)
+    speed_up(model)
     with pytest.raises(UserError, match=r"^folder: \w+ForCausalLM: the training forward fails: it chooses the keys"):
         probe(model, "folder")
 
@@ -85,14 +85,14 @@ def test_windows_have_their_width_again_and_a_window_that_the_engine_knows_passe
     probe(model, "folder")
     assert model.config.sliding_window == 4096 and {layer.self_attn.sliding_window for layer in model.model.layers} == {4096}
     assert not facts(model).refuses_engine and facts(model).shares_prefix
-    Engine(model)
+    make_engine(model, tokens=100)
 
 
 @pytest.mark.parametrize("layers", [["full_attention", "conv", "conv", "conv"], ["conv"] * 4])
 def test_convolutions_that_no_attention_follows_share_no_prefix(layers):
     """Packed, the first tokens of each row would see the row before. Gradients were 40 % off, and the median of a row was right."""
     model = decoders.make("lfm2", layer_types=layers)
-    decoders.use_causal_attention(model)
+    speed_up(model)
     probe(model, "folder")
     assert not facts(model).refuses_engine and not facts(model).shares_prefix
 
@@ -113,7 +113,7 @@ def test_a_recurrence_that_begins_anew_with_a_tool_result_is_found(family):
     model = decoders.make(family)
     probe(model, "folder")
     with pytest.raises(UserError, match="the engine cannot decode it: it differs from transformers' by"):
-        Engine(model)
+        make_engine(model, tokens=100)
 
 
 def test_one_that_was_named_is_refused_with_what_to_give_instead():
@@ -161,7 +161,7 @@ def test_an_encoder_is_refused_because_training_would_be_causal():
     torch.manual_seed(0)
     model = decoders.filled(transformers.BertLMHeadModel(transformers.BertConfig(
         vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)).eval())
-    decoders.use_causal_attention(model)
+    speed_up(model)
     with pytest.raises(UserError, match="folder: BertLMHeadModel: the training forward differs from transformers' by "):
         probe(model, "folder")
 

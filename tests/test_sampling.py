@@ -1,11 +1,14 @@
-"""sampling.py against softmax and against transformers' warpers."""
+"""`sample`, core's and extras/fast's, against softmax and against transformers' warpers."""
 import math
 
 import pytest
 import torch
 
-from core import sampling
-from core.engine import Row
+from core import logprobs as core_logprobs
+from core.config import UserError
+from core.engine import Row, make_engine
+from core.tiny import make_tiny
+from extras.fast import sampling
 
 LAST = 1 - 2**-53  # the largest float64 below 1
 
@@ -18,15 +21,20 @@ def next_uniform(row):
 
 
 def sample(logits, uniforms, temperature=1.0, **options):
-    """`sampling.sample` without forced tokens, of logits that are finite; returns ids and logprobs."""
+    """`sample` without forced tokens, of logits that are finite; returns ids and logprobs."""
     ids, logprobs = sample_all(logits, uniforms, temperature, **options)
     assert not logprobs.isnan().any()
     return ids, logprobs
 
 
 def sample_all(logits, uniforms, temperature=1.0, **options):
-    uniforms = torch.tensor(uniforms, dtype=torch.float64)
-    return sampling.sample(logits, uniforms, torch.full((len(logits),), -1), temperature, **options)
+    """What the layer draws, which without top_k and top_p is what core draws."""
+    uniforms, forced = torch.tensor(uniforms, dtype=torch.float64), torch.full((len(logits),), -1)
+    drawn = sampling.sample(logits, uniforms, forced, temperature, **options)
+    if not options:
+        for ours, core in zip(drawn, core_logprobs.sample(logits, uniforms, forced, temperature), strict=True):
+            assert torch.equal(ours.nan_to_num(nan=9), core.nan_to_num(nan=9))
+    return drawn
 
 
 def softmax_of(logits, temperature=1.0):
@@ -39,7 +47,7 @@ def test_inverse_cdf_gives_every_token_its_share(vocab, block, temperature, monk
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     n = 20_000
     uniforms = [(i + 0.5) / n for i in range(n)]  # stratified: each count may differ from n p by no more than one at either end
-    monkeypatch.setattr(sampling, "BLOCK", block)
+    monkeypatch.setattr(core_logprobs, "BLOCK", block)
     ids, logprobs = sample(logits.expand(n, vocab), uniforms, temperature)
     expected = softmax_of(logits, temperature)
     assert (torch.bincount(ids, minlength=vocab) - expected * n).abs().max() < 2.1
@@ -68,7 +76,7 @@ def test_chi_square_of_the_rows_own_random_numbers():
 @pytest.mark.parametrize("vocab, block", [(600, 256), (10, 4), (256, 256), (3, 256)])
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 1e-9, 0.5, 1 - 2**-25, LAST])
 def test_extreme_uniforms_never_draw_a_token_of_weight_zero(vocab, block, uniform, monkeypatch):
-    monkeypatch.setattr(sampling, "BLOCK", block)
+    monkeypatch.setattr(core_logprobs, "BLOCK", block)
     for alive in ({0}, {vocab - 1}, {vocab // 2}, {0, vocab - 1}, {1, vocab // 2}):
         for low in (-torch.inf, -1e4):  # excluded, or underflowing to weight 0
             logits = torch.full((vocab,), low)
@@ -149,3 +157,9 @@ def test_a_rows_random_numbers_are_its_seeds():
 def test_a_top_p_that_float32_rounds_to_0_keeps_the_likeliest_token():
     ids, logprobs = sampling.sample(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0.999], dtype=torch.float64), torch.tensor([-1]), top_p=1e-50)
     assert ids.tolist() == [1] and logprobs.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}])
+def test_core_refuses_top_k_and_top_p_in_one_line(cut):
+    with pytest.raises(UserError, match="^top_k and top_p: this engine samples from the whole distribution$"):
+        make_engine(make_tiny()[0], tokens=9, **cut)

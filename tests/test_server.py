@@ -34,7 +34,7 @@ from envs import load  # noqa: E402
 from extras.serve import chat as talk, player, server as served_by, settings  # noqa: E402
 from extras.serve.server import Server  # noqa: E402
 from layers import load_model  # noqa: E402
-from lora import adapter_tensors, add_lora, merged_to_decode  # noqa: E402
+from lora import adapter_tensors, add_lora, merged  # noqa: E402
 
 HELLO = [{"role": "user", "content": "Solve 2x=6"}]
 LONG = {"model": "base", "messages": HELLO, "max_tokens": 900}
@@ -119,7 +119,7 @@ def test_what_is_sampled_is_what_our_engine_samples(served, client, tiny_model):
     chat = served.server.chat_of("[]")
     prompt = chat.prompt(HELLO)
     row = Row(prompt, seed=mix(5, len(prompt)), limit=24)
-    with merged_to_decode(model):
+    with merged(model):
         engine = Engine(model, slots=2, stop_ids=chat.end_ids, temperature=0.7)
         engine.add([row])
         while engine.busy:
@@ -639,7 +639,7 @@ def test_adapters_come_and_go_and_each_plays_its_own_policy(tmp_path):
     logprobs = {}
     for name, model in models.items():
         row = Row(prompt, seed=mix(4, len(prompt)), limit=12)
-        with merged_to_decode(model):
+        with merged(model):
             engine = Engine(model, slots=1, stop_ids=served.server.chat_of("[]").end_ids)
             engine.add([row])
             while engine.busy:

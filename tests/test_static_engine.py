@@ -3,15 +3,16 @@ from itertools import product
 
 import pytest
 import torch
-from test_engine import VOCAB, build, complete, ids_of, play, recomputed, schedule
+from test_engine import VOCAB, build, complete, ids_of, make_engine, play, recomputed, schedule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from layers import load_model
 from extras.fast import static_engine
-from core.engine import Engine, Row, make_engine
-from core.kv_cache import RowCache
+from core.engine import Row, RowCache, StockForward
 from core.model import facts
+from extras.fast.attention import fast_row_attention
+from extras.fast.loading import speed_up
 from extras.models.probe import probe
 from extras.fast.static_engine import StaticEngine
 from core.tiny import make_tiny
@@ -133,7 +134,7 @@ def test_a_frozen_row_is_not_touched(graphs):
 def test_a_frozen_row_beyond_a_sliding_window_leaves_no_nan(sdpa):
     """All keys of its window lie beyond the span that the others read. The slot serves another row afterwards."""
     model = build("mistral")
-    engine = StaticEngine(model, slots=4, fused=False)
+    engine = make_engine(model, slots=4, static=True, decoder=StockForward(model, fast_row_attention))
     engine.cache.sdpa = sdpa
     waits, works = Row(ids_of(200), seed=1, limit=2), [Row(ids_of(4, i), seed=i, limit=40) for i in range(2, 5)]
     engine.add([works[0], waits, *works[1:]])
@@ -155,7 +156,7 @@ def test_the_padding_of_short_rows_beside_long_ones_is_finite(sdpa, monkeypatch)
     model, seen = build("mistral"), []
     forward = type(model.model).forward
     monkeypatch.setattr(type(model.model), "forward", lambda self, **inputs: seen.append(forward(self, **inputs)) or seen[-1])
-    engine = make_engine(model, slots=2, fused=False)
+    engine = make_engine(model, slots=2, decoder=StockForward(model, fast_row_attention))
     engine.cache.sdpa = sdpa
     rows = [Row(ids_of(90), seed=1, limit=2), Row(ids_of(2), seed=2, limit=2)]
     engine.add(rows)
@@ -292,7 +293,7 @@ def test_states_and_sinks_in_static_steps(family, graphs):
     import decoders
     from test_models import ids_of as ids_of_96
     model = decoders.make(family)
-    decoders.use_causal_attention(model)
+    speed_up(model)
     episodes = [(ids_of_96(n, n), n // 4, [ids_of_96(m, m) for m in answers])
                 for n, answers in ((9, (4, 1)), (9, (1, 1, 1)), (3, ()), (17, (6,)), (1, (2, 1)), (6, (8,)))]
     options = {"slots": 4, "limit": 11, "stop_ids": set(range(0, 96, 9)), "pause": lambda row: len(row.turn) * 5 % 7}
@@ -317,7 +318,7 @@ def test_the_states_of_the_rows_count_as_well(monkeypatch):
     import decoders
     model = decoders.make("mamba2")
     probe(model, "folder")
-    engine = Engine(model, slots=1)
+    engine = make_engine(model, slots=1)
     engine.add([Row([3, 4, 5])])
     engine.step()
     row = sum(state.nbytes for state in engine.cache.states.values())

@@ -1,5 +1,4 @@
 """This process: the signals that end it, and its memory."""
-import ctypes
 import errno
 import os
 import re
@@ -83,9 +82,11 @@ class Signals:
             # The signal ended another rank, or a process of the environment, too.
             return Stop(f"stopped by {self.name}{notes}", 128 + self.signum)
         if is_disk_full(error):
-            then = f"; earlier checkpoints are whole; make room, then: {self.run.command}"
+            then = ""
+            if self.run:
+                then = f"; earlier checkpoints are whole; make room, then: {self.run.command}"
             reason = " ".join(str(error).split())
-            return Stop(f"the disk is full ({reason}){then if self.run else ''}", 4)
+            return Stop(f"the disk is full ({reason}){then}", 4)
         if is_out_of_memory(error):
             counter = os.path.relpath(Path(__file__).parents[2] / "bench" / "memory.py")
             fits = f"what would fit: {shlex.join(['python', counter, *sys.argv])}"
@@ -99,15 +100,6 @@ def is_disk_full(error):
     """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
     number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
     return number is not None and int(number[1]) in DISK_FULL
-
-
-def give_back_memory():
-    """Return freed memory to the system.
-
-    glibc would keep it, and the peaks of rollout and update would add up.
-    """
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_out_of_memory(error):

@@ -1,64 +1,38 @@
-"""Attention while decoding, over the KV cache, and while training, over whole sequences."""
+"""Attention while decoding, over the KV cache, and in an update, over whole sequences."""
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
 
+from core.engine import row_attention
 from core.packing import after, unpack
-from extras.exact.process import give_back_memory
+from extras.fast.processor import give_back_memory
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
-MOST_SCORES = 2**28  # attention scores at once of a pass over prompts
+MOST_SCORES = 2**28  # attention scores at once of a pass over prompts that `row_attention` does
 LONG_PROMPT = 512  # tokens; below, two products are as fast on a CPU
 SCORES = 2**20  # bytes of attention scores at once in the training pass: a CPU's cache holds them
 MAX_SCORES = 2**25  # bytes of one row's; with more the stock kernel does it, which keeps none
 
 
-def grouped_attention(query, key, value, bias, scaling, softcap=None, sinks=None):
-    """Attention as two matrix products, without repeating a key for the query heads that share it.
+def fast_row_attention(module, query, key, value, attention_mask, scaling=None,
+                       sliding_window=None, row_cache=None, softcap=None, s_aux=None, **_):
+    """What core's `row_attention` computes, by torch's fused kernel where that is faster.
 
-    The query (B, H, T, D) heads of one KV head are stacked as its query rows. key and value are
-    (B, H_kv, S, D). bias is added to the scores (B, H_kv, H / H_kv, T, S), which `softcap` bounds
-    before. sinks (H,) are scores of a further key whose value is 0. Returns (B, T, H, D).
-    """
-    B, H, T, D = query.shape
-    kv_heads, S = key.shape[1:3]
-    if T > 1 and B * H * T * S > MOST_SCORES:
-        halves = zip(query.chunk(2, 2), bias.chunk(2, -2))
-        halves = [grouped_attention(q, key, value, b, scaling, softcap, sinks) for q, b in halves]
-        return torch.cat(halves, 1)
-    query = (query * scaling).reshape(B, kv_heads, -1, D)
-    scores = query @ key.transpose(2, 3)  # (B, H_kv, H / H_kv * T, S)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    weights = scores.view(B, kv_heads, -1, T, S).add_(bias)
-    if sinks is not None:
-        sinks = sinks.view(kv_heads, -1, 1, 1).expand(B, -1, -1, T, 1)
-        weights = torch.cat([weights, sinks], -1)
-    weights = weights.softmax(-1)[..., :S]
-    out = weights.reshape(scores.shape) @ value
-    return out.reshape(B, H, T, -1).transpose(1, 2).contiguous()
-
-
-def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None,
-                  row_cache=None, softcap=None, s_aux=None, **_):
-    """The engine's attention: the rows of a `RowCache`, each of its own length.
-
-    The signature is that of transformers' attention functions, with query (R, H, C, D) and all of
-    the rows' keys and values (R, H_kv, S, D). Returns (R, C, H, D) and None.
+    On a GPU it always is. On a CPU it is for many first tokens, which see only each other: the
+    causal kernel keeps no scores.
     """
     R, H, C, D = query.shape
     plain = softcap is None and s_aux is None
-    # Of many first tokens, which see only each other, the causal kernel keeps no scores.
     causal = plain and LONG_PROMPT < C <= (sliding_window or C) and row_cache.begins
+    if not causal and not (plain and row_cache.sdpa):
+        kinds = {"softcap": softcap, "s_aux": s_aux}
+        bias = row_cache.bias(sliding_window, query.dtype)
+        return in_parts(query, key, value, bias, scaling, kinds), None
+    bias = None if causal else row_cache.bias(sliding_window, query.dtype)  # (R, 1, C, S)
     if causal:
-        key, value, bias = key[:, :, :C], value[:, :, :C], None
-    else:
-        bias = row_cache.bias(sliding_window, query.dtype)  # (R, 1, C, S)
-    if not plain or not (causal or row_cache.sdpa):
-        bias = bias[:, :, None]
-        return grouped_attention(query, key, value, bias, scaling, softcap, s_aux), None
+        key, value = key[:, :, :C], value[:, :, :C]
     groups = H // key.shape[1]
     # The heads of one key are stacked as its query rows, or it is repeated for those of a prompt.
     if C > 1:
@@ -71,9 +45,19 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
 
 
+def in_parts(query, key, value, bias, scaling, kinds):
+    """Return core's `row_attention` with this bias (R, 1, C, S), MOST_SCORES at once."""
+    R, H, C, _ = query.shape
+    if C > 1 and R * H * C * key.shape[2] > MOST_SCORES:
+        halves = zip(query.chunk(2, 2), bias.chunk(2, 2))
+        return torch.cat([in_parts(q, key, value, b, scaling, kinds) for q, b in halves], 1)
+    cache = SimpleNamespace(bias=lambda window, dtype: bias)
+    return row_attention(None, query, key, value, None, scaling, row_cache=cache, **kinds)[0]
+
+
 def causal_attention(module, query, key, value, attention_mask, scaling=None, shared_prefix=None,
                      **kwargs):
-    """The attention of every model that `load_model` opens, in the signature of transformers.
+    """The attention of a model after `speed_up`, in the signature of transformers.
 
     It is the stock kernel except in two cases.
 

@@ -9,19 +9,16 @@ a CPU, bfloat16 weights are held in oneDNN's layout, in which a product of few r
 35 % less time. Merged weights are then freed. Other weights stay beside the packed ones.
 """
 from functools import partial
-from importlib import import_module
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from extras.exact.process import give_back_memory
-import extras.memory.pointwise as pointwise
-from extras.fast.attention import row_attention
-from extras.memory.checkpointing import tiled
+from core.packing import FAMILIES
+from extras import has
+from extras.fast.attention import fast_row_attention
+from extras.fast.processor import give_back_memory
 from lora import adapted_forward, is_adapted, whole_policy
-
-BESIDE = "extras.fast.beside"  # for weights that hold no adapter
 
 
 def free_merged(linears):
@@ -48,13 +45,18 @@ def whole_weight(linear):
 
 
 # Forwards in place of a module's own that compute the same numbers by other means.
-KNOWN_FORWARDS = tiled, pointwise.mlp, pointwise.norm, adapted_forward, merge_and_run
+KNOWN_FORWARDS = {adapted_forward, merge_and_run}
+tiled = None
+if has("memory"):
+    from extras.memory import pointwise
+    from extras.memory.checkpointing import tiled
+    KNOWN_FORWARDS |= {tiled, pointwise.mlp, pointwise.norm}
 
 
 def fits(model) -> bool:
     """True if the fused forward applies: a supported architecture, no hooks, on a CPU `plain`."""
     config = model.config
-    if config.model_type not in pointwise.FAMILY or config.hidden_act != "silu":
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return False
     return all(_as_built(module, model.device) for module in model.base_model.modules())
 
@@ -114,7 +116,7 @@ class FusedLayer:
         self.mlp = self.prompt_mlp = partial(
             fused_mlp, joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj))
         # A long prompt stays in tiles: its intermediate values would fill a small GPU.
-        if getattr(vars(mlp).get("forward"), "func", None) is tiled:
+        if tiled and getattr(vars(mlp).get("forward"), "func", None) is tiled:
             self.prompt_mlp = mlp
         self.heads = attention.q_proj.out_features // attention.head_dim  # H
         self.kv_heads = attention.k_proj.out_features // attention.head_dim  # H_kv
@@ -140,8 +142,8 @@ class FusedLayer:
         qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin).transpose(1, 2)
         # (R, H_kv, S, d) each
         k, v = cache.update(qk[:, H:], v.transpose(1, 2), attention.layer_idx)
-        y, _ = row_attention(attention, qk[:, :H], k, v, None, attention.scaling, self.window,
-                             row_cache=cache)  # (R, C, H, d)
+        y, _ = fast_row_attention(attention, qk[:, :H], k, v, None, attention.scaling, self.window,
+                                  row_cache=cache)  # (R, C, H, d)
         return self.out(y.flatten(2))
 
 
@@ -168,7 +170,8 @@ def joined(*linears):
         return JointLinear(linears)
     if len(linears) == 1:
         return linears[0]
-    return import_module(BESIDE).JointOutput(linears)
+    from extras.fast.beside import JointOutput  # for weights that hold no adapter
+    return JointOutput(linears)
 
 
 class JointLinear:

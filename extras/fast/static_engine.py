@@ -127,7 +127,7 @@ class StaticEngine(Engine):
         number = number[:1]
         draws = self.inputs[4:, :width].unflatten(0, (2, WINDOW))  # (2, WINDOW, R)
         uniforms, forced = draws.index_select(1, number)[:, 0]  # (R,) each
-        self.cache.prepare_step(position, span)
+        prepare_step(self.cache, position, span)
         if self.cache.keeps_states:
             before = self.cache.copied()
         hidden = self.decoder(token[:, None], self.cache)[:, 0]  # (R, D)
@@ -169,6 +169,21 @@ class StaticEngine(Engine):
             facts(self.model).refuses_graphs = True
             return None
         return graph
+
+
+def prepare_step(cache, position, span: int):
+    """Make the next pass write one token for each of the first R rows, at `position` (R,).
+
+    It reads the first `span` positions and looks at no value of `position`, as graphs demand.
+    """
+    cache.begins = False
+    cache.rows = slice(0, len(position))
+    cache.read = cache.rows, slice(None), slice(0, span)
+    index = torch.arange(len(position), device=cache.device)
+    cache.write = index[:, None], slice(None), position[:, None]
+    cache.position = position[:, None].clamp(max=span - 1)
+    cache.span = span
+    cache.biases = {}
 
 
 def slots_that_fit(model, tokens: int, most: int) -> int:

@@ -17,9 +17,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from core.config import UserError, first_line
-from core.model import check_finite, facts, settings
-from core.engine import Engine, Row
+from core.engine import Engine, Row, StockForward, row_attention
 from core.logprobs import token_logprobs
+from core.model import check_finite, facts, settings
+from extras import has
+from extras.models.states import StateCache, keeps_states
 from lora import adapters, remove_adapters
 
 TOKENS = 17  # of each of the probe's two rows
@@ -155,7 +157,11 @@ def drop_adapters(model, ids, name: str):
 
 def engine_logprobs(model, ids):
     """Return the engine's log-probabilities (2, TOKENS - RESULT - 1) of the ids after RESULT."""
-    engine = Engine(model, slots=2, fused=False)
+    attention = row_attention
+    if has("fast"):  # which decodes in place of core's
+        from extras.fast.attention import fast_row_attention as attention
+    engine = Engine(model, slots=2, decoder=StockForward(model, attention),
+                    cache=StateCache if keeps_states(model) else None)
     rows = [Row(row[:n], limit=RESULT - n, forced=row[n:])
             for n, row in enumerate(ids.tolist(), PROMPT)]
     engine.add(rows)
@@ -165,7 +171,8 @@ def engine_logprobs(model, ids):
             if row.forced:
                 engine.extend(row, [row.forced.pop(0)], TOKENS - RESULT - 1)
     facts(model).token_bytes = sum(t[0, :, 0].nbytes for t in engine.cache.tensors.values())
-    facts(model).state_bytes = sum(t[0].nbytes for t in engine.cache.states.values())
+    states = getattr(engine.cache, "states", {})
+    facts(model).state_bytes = sum(t[0].nbytes for t in states.values())
     return torch.tensor([row.logprobs for row in rows], device=ids.device)
 
 

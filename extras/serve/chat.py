@@ -22,7 +22,7 @@ from core.engine import Row
 from envs.tasks import tasks_for
 from extras.serve import serve
 from extras.serve.settings import check, settle
-from lora import merged_to_decode
+from lora import merged
 
 WIDTH = 79  # of the lines that introduce an environment
 
@@ -102,7 +102,7 @@ class Visit:
 def chat_with_agent(config, agent, model, visit: Visit, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
     introduce(visit)
-    with merged_to_decode(model):
+    with merged(model):
         engine = engine_for(config, agent, model, visit.chat)
         for number, task in enumerate(cycle(tasks)):
             episode = visit.episode(task)
@@ -185,7 +185,7 @@ def chat_with_model(config, agent, model, tokenizer):
         raise UserError(str(error)) from error
     print("A plain chat without an environment. The conversation is remembered, and an\n"
           "empty line begins a new one. Ctrl-D ends.")
-    with merged_to_decode(model):
+    with merged(model):
         engine = engine_for(config, agent, model, chat)
         for number in count():
             if not hold_conversation(config, chat, engine, mix(config.seed, number)):

@@ -13,7 +13,7 @@ from functools import partial
 from core.engine import Engine, Row
 from core.data import members
 from core.model import facts, read_settings
-from lora import Adapter, adapt, adapters, merged_to_decode
+from lora import Adapter, adapt, adapters, merged
 
 SLOTS = 64  # rows that decode at once
 SAMPLING = {"temperature", "top_k", "top_p"}  # in which rows of one batch may differ
@@ -83,8 +83,8 @@ class Player:
         coming: rows that no engine has yet.
     """
 
-    def __init__(self, model, make_engine):
-        self.model, self.make_engine = model, make_engine
+    def __init__(self, model, tokens, make_engine):
+        self.model, self.tokens, self.make_engine = model, tokens, make_engine
         self.inbox = queue.SimpleQueue()
         self.playing = self.exchange({})
         self.adapters = {"base": self.playing}
@@ -98,8 +98,9 @@ class Player:
         """Decode until the process ends."""
         while True:
             self.exchange(self.playing)
-            with merged_to_decode(self.model):
-                self.engine = SharedEngine(self.model, slots=SLOTS)
+            with merged(self.model):
+                self.engine = self.make_engine(
+                    self.model, tokens=self.tokens, slots=SLOTS, kind=SharedEngine)
                 try:
                     self.decode()
                 except FloatingPointError as error:

@@ -127,7 +127,7 @@ class Server:
         # One Chat for each list of tools, which is given as JSON.
         self.chat_of = lru_cache(64)(
             lambda tools: Chat(tokenizer, json.loads(tools), model.generation_config))
-        self.player = Player(model, make_engine)
+        self.player = Player(model, config.max_tokens, make_engine)
 
     def application(self):
         """Return the ASGI application."""

@@ -32,7 +32,7 @@ from core.config import UserError, first_line, say
 from core.logprobs import token_logprobs
 from core.model import save_model, settings
 from extras.background import in_thread
-from lora import adapter_tensors, merged, reference
+from lora import adapter_tensors, merged_to_train, reference
 
 REQUESTS = 128  # of each server, at once, by all ranks together
 TRIES = 8  # of a request; the pauses between them add up to half a minute
@@ -320,7 +320,7 @@ def check_server(servers: Servers, url: str, model, prompts, body: dict):
 def difference(model, turns: list, temperature: float) -> float:
     """Return the mean of |theirs - ours| over the tokens of turns (prompt, ids, logprobs)."""
     errors = []
-    with merged(model):
+    with merged_to_train(model):
         for prompt, ids, theirs in turns:
             token_ids = torch.tensor([prompt + ids], device=model.device)  # (1, T)
             mask = torch.ones_like(token_ids)

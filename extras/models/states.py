@@ -4,10 +4,19 @@ A layer of LFM2, Qwen3.5, Granite 4 or Mamba keeps a state of fixed size instead
 or beside them. It is the state after a row's last token, and there is no way back from it. So rows
 go through such a model without padding, and a row that decodes along after its end is put back.
 """
+from itertools import groupby
+
 import torch
 from torch.nn import functional as F
 
-from core.kv_cache import RowCache
+from core.engine import RowCache
+
+
+def keeps_states(model) -> bool:
+    """True if transformers' own cache of this model holds states."""
+    from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+    layers = DynamicCache(config=model.config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 class StateCache(RowCache):
@@ -20,6 +29,22 @@ class StateCache(RowCache):
             first writes to it.
     """
     keeps_states = True
+
+    def __init__(self, slots: int, device):
+        super().__init__(slots, device)
+        self.states = {}
+
+    def batches(self, rows):
+        """Return the rows in batches of consecutive slots and equal counts, so without padding."""
+        # Among neighbours whose slots are consecutive, slot - i is the same.
+        kinds = [(row.slot - i, len(row.pending), bool(row.length)) for i, row in enumerate(rows)]
+        batches = [[rows[i] for i in batch]
+                   for _, batch in groupby(range(len(rows)), lambda i: kinds[i])]
+        return batches if len(batches) > 1 else super().batches(rows)
+
+    def views(self, length: int) -> list:
+        """Return views of the first keys and values of all slots, and the states."""
+        return super().views(length) + [*self.states.values()]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0):
         """Return the inputs (R, D, K) that a convolution sees again, or None where rows begin.

@@ -1,0 +1,41 @@
+"""Sampling in pieces of the batch, and from the likeliest tokens alone (top-k, top-p)."""
+import torch
+
+import core.logprobs
+
+PIECE = 2**19  # logits that are float32 at the same time on a CPU, so that they fit its cache
+
+
+def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
+    """Draw as core's `sample` does. top_k and top_p cut the distribution.
+
+    They are for chat and evaluation. Training never uses them.
+    """
+    at_once = max(1, PIECE // logits.shape[1])
+    if logits.is_cpu and len(logits) > at_once:
+        pieces = zip(logits.split(at_once), uniforms.split(at_once), forced.split(at_once))
+        drawn = [sample(*piece, temperature, top_k, top_p) for piece in pieces]
+        return [torch.cat(column) for column in zip(*drawn)]
+    if top_k or top_p < 1:
+        z = logits.float()
+        if temperature not in (0, 1):
+            z = z / temperature
+            temperature = 1
+        logits = cut(z, top_k, top_p)
+    return core.logprobs.sample(logits, uniforms, forced, temperature)
+
+
+def cut(z, top_k: int, top_p: float):
+    """Set the logits (R, V) outside the top k and outside the nucleus of probability p to -inf."""
+    if top_k:
+        smallest = z.topk(min(top_k, z.shape[1])).values[:, -1:]
+        z = z.masked_fill(z < smallest, -torch.inf)
+    if top_p < 1:
+        ordered, index = z.sort(descending=True)
+        probs = ordered.softmax(-1)
+        # The likeliest token stays, also where float32 rounds p to 0.
+        outside = probs.cumsum(-1) - probs >= max(top_p, 1e-30)
+        # Bring the mask back into the order of the vocabulary.
+        outside = outside.scatter(1, index, outside)
+        z = z.masked_fill(outside, -torch.inf)
+    return z
