@@ -745,7 +745,7 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         program = Program("agent.py", "--serve", "--port", port)
         _, errors = program.communicate(timeout=60)
-    assert program.returncode and "address already in use" in errors and "Traceback" not in errors
+    assert program.returncode == 2 and f"agent.py: --port {port}: cannot listen at 127.0.0.1\n" in errors and "Traceback" not in errors
 
 
 # ----------------------------------------------------------------------------------------------------------- solve

@@ -23,7 +23,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from core.chat import Chat
 from core.model import newest
-from core.config import mix
+from core.config import UserError, mix
 from core.tool_calls import parse_tool_calls
 from extras.background import promised
 from extras.data.recorded import recorded_ids, split_thought
@@ -305,7 +305,11 @@ def run(config, model, tokenizer, begin, make_engine):
     server = Server(config, model, tokenizer, begin, make_engine)
     http = uvicorn.Config(server.application(), host=config.host, port=config.port,
                           access_log=False, limit_concurrency=CONNECTIONS)
-    sockets = [http.bind_socket()]
+    try:
+        sockets = [http.bind_socket()]
+    except SystemExit:
+        # It has printed why.
+        raise UserError(f"--port {config.port}: cannot listen at {config.host}") from None
     threading.Thread(target=uvicorn.Server(http).run, args=[sockets], daemon=True).start()
     # In the main thread, which signals interrupt. Where the engine fails, the server ends.
     server.player.run()
