@@ -3,7 +3,7 @@
     rollout     play episodes: the model samples turns, tools run while other episodes decode
     evaluate    success, pass@k, reward and more of a model in an environment
 
-    python agent.py --model_path runs/grpo          chat with the agent
+    python agent.py --model_path runs/grpo          play tasks that you type (or extras/serve: chat)
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import math
@@ -16,19 +16,19 @@ from itertools import chain, count, product
 from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import (UserError, config_of, fill, flag, main, mix, printable)
-from core.data import (is_finite, pass_at_k, problem, set_aside, summarise, to_json, transcript,
+from core.config import UserError, config_of, fill, flag, main, mix, printable
+from core.data import (is_finite, pass_at_k, problem, summarise, to_json, transcript,
                        without_too_long)
 
 import envs
-from core.chat import Chat
-from core.engine import Row
-from core.model import DTYPES, facts
-from core.tool_calls import parse_tool_calls
-from envs import Limits
+from envs import Limits, load_environments
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
 from envs.tasks import PlayFlags, tasks_for
+from core.chat import Chat
+from core.tool_calls import parse_tool_calls
+from core.engine import Row
+from core.model import DTYPES, facts
 from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
                     terminal)
 from lora import merged
@@ -257,22 +257,6 @@ class Episode:
 
 
 # ------------------------------------------------------------------------------ many episodes
-def load_environments(tokenizer, env_names, generation_config, env_options) -> tuple[dict, dict]:
-    """Return the class and the Chat of every environment, by its name.
-
-    They are those that the caller names: data never chooses which code runs. `env_options` are
-    what `envs.options_of` returns.
-    """
-    classes = {name: envs.with_options(envs.load(name), env_options)
-               for name in envs.names_of(env_names)}
-    try:
-        chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
-                 for name, cls in classes.items()}
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return classes, chats
-
-
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, seed: int = 0, step: int = 0,
             first_task: int = 0, env_options=None, engine=None, agent=Episode, pay=None,
@@ -280,8 +264,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     A group is named by step and first_task + index of its task, so a second rollout of the same
-    step needs another first_task. The name, seed and sample seed an episode's random numbers. While
-    a tool runs others decode, at most TOOL_STEPS steps: token counts, not clocks, form a batch.
+    step needs another first_task. Name, seed and sample seed an episode's random numbers. Prompts
+    of max_tokens or more are dropped and counted; if a run has played nothing else so far, it
+    raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which.
@@ -290,17 +275,15 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         agent: who plays an episode: a class with the arguments and public members of `Episode`.
         pay: a function that sets the rewards of all these agents, after their episodes.
         run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
-
-    Prompts of max_tokens or more are dropped and counted; if a run has played nothing else so far,
-    it raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
     """
     began = time.monotonic()
     is_first = run is None or not (run.played or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     agents, groups, names = {}, {}, ",".join(classes)
-    load_policy = getattr(engine, "load_policy", decoded_here)
-    with load_policy(model), sessions(limits, run) as new_session:
+    # Servers are told the policy; the engine of this process decodes with merged weights.
+    load_policy = getattr(engine, "load_policy", merged)
+    with load_policy(model.eval()), sessions(limits, run) as new_session:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", names)
             if name not in classes:
@@ -309,20 +292,20 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             player = agent(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
             prompt = player.trajectory.token_ids
-            group = groups.setdefault(tuple(prompt), len(groups))
-            row_seed = mix(seed, step, first_task + i, sample)
-            agents[Row(prompt, group=group, seed=row_seed, limit=player.turn_budget)] = player
+            agents[Row(prompt, group=groups.setdefault(tuple(prompt), len(groups)),
+                       seed=mix(seed, step, first_task + i, sample),
+                       limit=player.turn_budget)] = player
         started = {row: player for row, player in agents.items() if player.can_take_turn}
         if started:
-            stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
-            slots = min(facts(model).decode_rows, len(started))  # rows decoded at once
-            engine = engine or make_engine
-            if callable(engine):
-                engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
-                                temperature=temperature)
             if run and is_first:
                 print(f"playing {len(started)} episodes: at most {limits.max_tokens} tokens each, "
                       f"{limits.max_new_tokens} a turn")
+            engine = engine or make_engine
+            if callable(engine):
+                stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
+                slots = min(facts(model).decode_rows, len(started))
+                engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
+                                temperature=temperature)
             play_all(engine, started, run)
             if pay:
                 pay(list(started.values()))
@@ -333,11 +316,6 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
         run.played += len(trajectories)
     return without_too_long(trajectories, limits, or_raise=is_first)
-
-
-def decoded_here(model):
-    """Return the context in which this process plays the model. Servers have one of their own."""
-    return merged(model.eval())
 
 
 def play_all(engine, agents: dict, run=None):
@@ -393,7 +371,6 @@ def rollout_options(config, run=None) -> dict:
             "engine": sampler_of(config, run), "pay": rewards_of(config), "run": run}
 
 
-# --------------------------------------------------------------------- episodes in numbers
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,
              step: int = -1, **options) -> dict:
     """Play the tasks with `rollout`; return what `summarise` and `pass_at_k` say of it.
@@ -401,124 +378,98 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     Step -1 draws the same random numbers in every evaluation, and those of no training step. An
     episode that its environment broke counts as a failure.
     """
-    if not tasks:
-        return {}
-    trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
-    if not trajectories:  # every prompt is too long
-        return {}
-    return summarise(trajectories) | pass_at_k(trajectories)
+    trajectories = []
+    if tasks:
+        trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
+    # There are none if every prompt is too long.
+    return summarise(trajectories) | pass_at_k(trajectories) if trajectories else {}
 
 
-# --------------------------------------------------------------------------------- the command
+# ---------------------------------------------------------------------------------- the command
 @dataclass(kw_only=True)
 class Config(PlayFlags):
     heading = "agent"
     model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
     env: str | None = flag(None, "environment, or none for a plain chat; default: that of the run "
                                  "that wrote the model", optional=False)
-    system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
-    num_tasks: int = flag(0, "play this many tasks instead of chatting, and print some", low=0)
+    num_tasks: int = flag(0, "play this many tasks, print some of them, and count", low=0)
     split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
     group_size: int = 1
-    output: str | None = flag(None, "with --num_tasks: write the episodes to this .jsonl")
-    temperature: float = flag(1.0, "0: the most likely token", above=None, low=0)
-    top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
-    top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
-                        above=0, high=1)
-    dtype: str = flag("auto", "of weights; auto: the run's, or as stored", choices=DTYPES)
+    output: str | None = flag(None, "with --num_tasks: write the episodes to this new .jsonl")
+    temperature: float = flag(1.0, "of sampling; 0: the most likely token", above=None, low=0)
+    dtype: str = flag("auto", "of the weights; auto: the run's, or as stored", choices=DTYPES)
     seed: int = flag(0, "of tasks and sampling", low=0)
-    serve: bool = flag(False, "answer requests over HTTP instead")
-    host: str = flag("127.0.0.1", "with --serve: the address to listen at")
-    port: int = flag(8000, "with --serve: the port; 0: a free one", low=0, high=65535)
-    token: str | None = flag(None, "with --serve: what clients must send as their API key")
 
 
-def command(config: Config):
-    """Play tasks, or chat with the agent or (--env none) with the model alone."""
-    if config.serve:
-        raise UserError("--serve needs extras/serve")
+def as_the_run(config: Config) -> Config:
+    """Take what no flag says from the run that wrote the model: environment, tasks, dtype."""
     run = config_of(config.model_path)
+    run["dataset"] = run.get("tasks", run.get("dataset"))  # sft.py's dataset is other data
     for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
         if run.get(name) and getattr(config, name) in (None, "auto"):
             if name == "env" and ":" in run[name]:
-                # Data never chooses which code runs, and the folder may come from a stranger.
+                # Data never chooses which code runs.
                 raise UserError(f"the run played --env {run[name]}; give --env yourself")
             config = replace(config, **{name: run[name]})
-    config = fill(replace(config, env=config.env or "none"), envs.limits(run.get("env")))
+    config = replace(config, env=None if config.env == "none" else config.env)
+    return fill(config, envs.limits(config.env))
+
+
+def command(config: Config):
+    """Play tasks, print some, and count; without --num_tasks play those that the user types."""
+    config = as_the_run(config)
+    if config.output and Path(config.output).exists():
+        raise UserError(f"--output {config.output}: there is a file of this name")
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
-    if config.num_tasks:
-        tasks = tasks_for(config, config.split, config.num_tasks)
-        play_tasks(config, model, tokenizer, tasks)
-        return
-    with suppress(EOFError):
-        if config.env == "none":
-            chat_with_model(config, model, tokenizer)
-        play = partial(rollout, model, tokenizer, config.env, **rollout_options(config))
-        read = getattr(envs.load(config.env), "_from_text", lambda text: {"prompt": text})
-        for number in count():
-            for t in play([read(input("Task: "))], step=number):
-                print(transcript(t.to_json()))
-
-
-def play_tasks(config: Config, model, tokenizer, tasks: list[dict]):
-    """Play tasks, print the first episodes and the summary, and write each episode as it ends."""
-    output = Path(config.output).absolute() if config.output else None
-    options = rollout_options(config)
-    options["engine"] = partial(make_engine, top_k=config.top_k, top_p=config.top_p)
-    pay = options.pop("pay")
-    ended = []
-
-    class Kept(Episode):
-        def leave(self):
-            """Write the episode. Paid at once, it is whole whatever ends the program early."""
-            if pay:
-                pay([self])
-            ended.append(self)
-            if output:
-                with open(output, "a", encoding="utf-8") as file:
-                    file.write(to_json(self.trajectory.to_json()))
-
-    if output and output.exists():
-        print(f"{output}: the file that was there is now {set_aside(output)}")
-    total = len(tasks) * config.group_size
-    print(f"playing {total} episodes of {config.env} ({config.split}): at most "
-          f"{config.max_tokens} tokens each, {config.max_new_tokens} a turn", flush=True)
-    try:
-        # With step -1 the same seed gives the episodes of a run's evaluation.
-        episodes = rollout(model, tokenizer, config.env, tasks, config.group_size, step=-1,
-                           agent=Kept, **options)
-    finally:
-        if output:
-            print(f"{len(ended)} of {total} episodes were finished and are kept in {output}")
+    if not config.env:
+        return chat_with_model(config, model, Chat(tokenizer, [], model.generation_config))
+    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config))
+    tasks = tasks_for(config, config.split, config.num_tasks or 100)
+    if not config.num_tasks:
+        return chat(play, envs.load(config.env), tasks)
+    # With step -1 the same seed gives the episodes of a run's evaluation.
+    episodes = play(tasks, config.group_size, step=-1)
     for t in episodes[:8]:
         print(transcript(t.to_json()), end="\n\n")
     for name, value in (summarise(episodes) | pass_at_k(episodes)).items():
         print(f"{name:24}{value:>10.6g}")
+    if config.output:
+        Path(config.output).write_text("".join(to_json(vars(t)) for t in episodes), "utf-8")
 
 
-def chat_with_model(config: Config, model, tokenizer):
-    """Hold conversations with the model alone. An empty line begins a new one."""
-    chat = Chat(tokenizer, [], model.generation_config)
-    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+def chat(play, cls, tasks: list[dict]):
+    """Play a task for every line that the user types, and print the episode. Ctrl-D ends."""
+    with suppress(EOFError):
+        for number in count():
+            text = input("Task (an empty line: one of the environment's): ")
+            try:
+                task = cls._from_text(text) if text else tasks[number % len(tasks)]
+                print(transcript(play([task], step=number)[0].to_json()))
+            except (ValueError, AttributeError) as error:
+                print(f"[{error}]")
+
+
+def chat_with_model(config: Config, model, chat: Chat):
+    """Hold a conversation with the model alone. An empty line begins a new one. Ctrl-D ends."""
     ids = []  # of the conversation
-    with merged(model):
+    with suppress(EOFError), merged(model):
         for number in count():
             text = input("You: ")
             if not text:
                 ids = []
                 continue
-            question = {"role": "user", "content": text}
-            ids += chat.reply(text, ids[-1]) if ids else chat.prompt([*system, question])
+            question = [{"role": "user", "content": text}]
+            ids += chat.reply(text, ids[-1]) if ids else chat.prompt(question)
+            row = Row(ids, seed=mix(config.seed, number),
+                      limit=max(1, min(config.max_new_tokens, config.max_tokens - len(ids))))
             engine = make_engine(model, slots=1, tokens=config.max_tokens, stop_ids=chat.end_ids,
                                  temperature=config.temperature)
-            limit = max(1, min(config.max_new_tokens, config.max_tokens - len(ids)))
-            row = Row(ids, seed=mix(config.seed, number), limit=limit)
             engine.add([row])
             while engine.busy:
                 engine.step()
-            print(printable(chat.text(row.turn)))
             ids += row.turn
+            print(f"Assistant: {printable(chat.text(row.turn))}")
 
 
 if __name__ == "__main__":
-    main(Config, terminal(command, sys.modules[__name__]), __doc__)
+    main(*terminal(Config, command, sys.modules[__name__]), __doc__)

@@ -544,12 +544,12 @@ def shown(error, rank=""):
                       *getattr(error, "__notes__", ())))
 
 
-def terminal(command, module):
-    """Return what a program does that a person talks to: in core its command, as it is.
+def terminal(config_class, command, module):
+    """Return the Config and the command of a program that a person talks to: in core as they are.
 
     extras/serve overrides it for agent.py. `module` is the program's.
     """
-    return command
+    return config_class, command
 
 
 def prepare_streams():

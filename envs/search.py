@@ -23,7 +23,7 @@ from itertools import chain
 from typing import Literal
 
 from envs.corpus import Corpus, files_of, read_corpus
-from extras.rewards import alternatives, normalized
+from envs.answers import alternatives, normalized
 from core.config import UserError
 from envs.corpus import beginning
 from core.data import split_of

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import agent
+import agent_program
 from envs.tasks import load_tasks
 import envs
 from agent import Limits, Trajectory, evaluate, rollout
@@ -32,7 +33,6 @@ from core.data import collate
 from envs.calls import shorten, shortened
 from core.data import pass_at_k, summarise, transcript, without_faults
 from extras.serve import chat as talk, settings
-from layers import terminal
 from schooling import demonstrate, read_trajectories
 from core.distributed import OneProcess
 from core.config import EnvironmentFault, UserError, main, mix
@@ -1091,20 +1091,20 @@ def test_an_old_output_file_is_renamed_when_model_and_tasks_have_loaded(tmp_path
     monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     for wrong in ({"dataset": "nowhere.jsonl"}, {"env": "nowhere.py:Env"}):
         with pytest.raises(UserError):
-            talk.run(agent.Config(**{"env": "equations", "num_tasks": 1, "output": str(out), **wrong}), agent)
+            agent_program.run(agent_program.Config(**{"env": "equations", "num_tasks": 1, "output": str(out), **wrong}))
         assert out.read_text() == "hours of work\n"
     with monkeypatch.context() as patch:
         patch.setattr(agent, "rollout", lambda *_, **__: raising())
         with pytest.raises(KeyError):
-            talk.run(agent.Config(env="equations", num_tasks=1, output=str(out)), agent)
+            agent_program.run(agent_program.Config(env="equations", num_tasks=1, output=str(out)))
     assert os.listdir(tmp_path) == ["traces.jsonl.1"]
-    talk.run(agent.Config(env="equations", num_tasks=2, max_new_tokens=4, output=str(out)), agent)
+    agent_program.run(agent_program.Config(env="equations", num_tasks=2, max_new_tokens=4, output=str(out)))
     assert len(read_trajectories(str(out))) == 2 and sorted(os.listdir(tmp_path)) == ["traces.jsonl", "traces.jsonl.1"]
     assert (tmp_path / "traces.jsonl.1").read_text() == "hours of work\n"
     (tmp_path / "link.jsonl").symlink_to(out)
     for place, says in [(tmp_path / "link.jsonl", "is no regular file"), (tmp_path, "is no regular file"), (tmp_path / "no" / "t.jsonl", "No such file")]:
         with pytest.raises(UserError, match=f"--output .*{says}"):
-            talk.run(agent.Config(env="equations", num_tasks=1, output=str(place)), agent)
+            agent_program.run(agent_program.Config(env="equations", num_tasks=1, output=str(place)))
 
 
 def run_folder(folder, **options):
@@ -1120,11 +1120,11 @@ def test_the_agent_plays_what_its_run_played(tmp_path, capsys):
     tasks.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 30)
     folder = run_folder(tmp_path / "run", env="gsm8k", dataset=tasks, eval_dataset="null", env_options="num_turns=3", learning_rate="1e-3")
     for place in (folder / "base", folder):
-        config = settings.settle(agent.Config(model_path=str(place)))
+        config = settings.settle(agent_program.Config(model_path=str(place)))
         assert (config.env, config.dataset, config.eval_dataset, config.env_options) == ("gsm8k", str(tasks), None, "num_turns=3")
         assert (config.max_new_tokens, config.max_tokens) == (512, 2048)
     assert f"--env gsm8k --dataset {tasks} --env_options num_turns=3" in capsys.readouterr().out
-    config = settings.settle(agent.Config(model_path=str(folder), env="equations"))
+    config = settings.settle(agent_program.Config(model_path=str(folder), env="equations"))
     assert (config.env, config.dataset, config.env_options, config.max_new_tokens) == ("equations", None, None, 64)
 
 
@@ -1134,7 +1134,7 @@ def test_the_agent_plays_what_its_run_played(tmp_path, capsys):
     ({"dataset": "null", "trajectories": "chats.jsonl", "tasks": "t.jsonl", "eval_dataset": "more.jsonl"}, ("t.jsonl", "t.jsonl")),
     ({"dataset": "null", "trajectories": "null", "tasks": "t.jsonl", "eval_dataset": "e.jsonl"}, ("t.jsonl", "e.jsonl"))])
 def test_the_agent_plays_the_tasks_of_its_run_and_not_what_it_learned_from(tmp_path, written, played):
-    config = settings.settle(agent.Config(model_path=str(run_folder(tmp_path / "run", env="gsm8k", **written))))
+    config = settings.settle(agent_program.Config(model_path=str(run_folder(tmp_path / "run", env="gsm8k", **written))))
     assert (config.dataset, config.eval_dataset) == played
 
 
@@ -1142,7 +1142,7 @@ def test_the_agent_plays_the_tasks_of_its_run_and_not_what_it_learned_from(tmp_p
 def test_another_temperature_than_the_runs_is_noted(tmp_path, capsys, stated, given, is_noted):
     """Trained and evaluated at 0.7, a policy succeeds less often at 1."""
     folder = run_folder(tmp_path / "run", env="equations", temperature=stated)
-    assert settings.settle(agent.Config(model_path=str(folder), temperature=given)).temperature == given
+    assert settings.settle(agent_program.Config(model_path=str(folder), temperature=given)).temperature == given
     assert ("note: the run sampled at --temperature 0.7; this is at 1\n" in capsys.readouterr().out) == is_noted
 
 
@@ -1151,14 +1151,14 @@ def test_another_temperature_than_the_runs_is_noted(tmp_path, capsys, stated, gi
 def test_the_agent_plays_in_the_dtype_that_its_run_trained_in(tmp_path, stated, given, played):
     """A policy trained beside weights in bfloat16 is another one in float32, and several times slower; unknown names count as none."""
     folder = run_folder(tmp_path / "run", env="equations", dtype=stated)
-    assert settings.settle(agent.Config(model_path=str(folder), dtype=given)).dtype == played
+    assert settings.settle(agent_program.Config(model_path=str(folder), dtype=given)).dtype == played
 
 
 def test_a_run_folder_never_chooses_which_code_runs(tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     folder = run_folder(tmp_path / "run", env=f"{tmp_path / 'evil.py'}:Evil")
     with pytest.raises(UserError, match="give --env yourself"):
-        settings.settle(agent.Config(model_path=str(folder)))
+        settings.settle(agent_program.Config(model_path=str(folder)))
     assert not (tmp_path / "ran").exists()
 
 
@@ -1184,7 +1184,7 @@ def chat_in(monkeypatch, capsys, words, *turns, env_name="equations", **options)
     monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     Script(monkeypatch, turns, env_name)
     monkeypatch.setattr(talk, "Row", agent.Row)
-    talk.run(agent.Config(env=env_name, **options), agent)
+    agent_program.run(agent_program.Config(env=env_name, **options))
     return capsys.readouterr().out
 
 
@@ -1228,7 +1228,7 @@ def test_bad_inputs_are_told_in_one_line(monkeypatch, capsys, words, says):
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
     with pytest.raises(SystemExit) as status:
-        main(agent.Config, terminal(agent.command, agent), agent.__doc__)
+        main(agent_program.Config, agent_program.run, agent.__doc__)
     error = capsys.readouterr().err
     assert status.value.code == 2 and error.startswith("agent.py: ") and error.count("\n") == 1 and says in error, error
 
@@ -1276,3 +1276,33 @@ def test_another_agent_plays_without_a_change_of_this_file():
     assert [t.info["success"] for t in episodes] == [True] * 6 and all(t.info["left"] and 0 < sum(t.loss_mask) <= 4 for t in episodes)
     assert [t.group_id for t in episodes] == ["0-0"] * 3 + ["0-1"] * 3
     check_logprobs(MODEL, episodes)
+
+
+def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_path, capsys):
+    output = tmp_path / "episodes.jsonl"
+    config = agent_program.Config(num_tasks=3, group_size=2, output=str(output), max_new_tokens=4)
+    agent.command(config)
+    out = capsys.readouterr().out
+    episodes = [Trajectory.from_json(json.loads(line)) for line in output.read_text().splitlines()]
+    assert len(episodes) == 6 and out.count("[max_new_tokens; ") == 6 and re.search(r"^pass@2 +0$", out, re.M)
+    with pytest.raises(UserError, match="there is a file of this name"):
+        agent.command(config)
+    typed = iter(["2x = 4", "", "what"])
+
+    def answer(question):
+        for line in typed:
+            return line
+        raise EOFError
+    monkeypatch.setattr("builtins.input", answer)
+    agent.command(agent_program.Config(max_new_tokens=4))
+    out = capsys.readouterr().out
+    assert "User: Solve for x: 2x = 4\n" in out and out.count("User: ") == 2 and "['what' is not an equation" in out
+
+
+def test_the_command_takes_what_the_run_played(tmp_path):
+    (tmp_path / "config.yaml").write_text("env: gsm8k\ndataset: pairs.jsonl\ntasks: tasks.jsonl\ndtype: float32\n")
+    config = agent.as_the_run(agent_program.Config(model_path=str(tmp_path)))
+    assert (config.env, config.dataset, config.dtype, config.max_new_tokens) == ("gsm8k", "tasks.jsonl", "float32", 512)
+    (tmp_path / "config.yaml").write_text("env: mine.py:Mine\n")
+    with pytest.raises(UserError, match="the run played --env mine.py:Mine; give --env yourself"):
+        agent.as_the_run(agent_program.Config(model_path=str(tmp_path)))

@@ -25,6 +25,7 @@ from families import CALLS, TOOLS, real, small  # noqa: E402
 from programs import ROOT, Program  # noqa: E402
 
 import agent  # noqa: E402
+import agent_program  # noqa: E402
 import grpo  # noqa: E402
 from core.chat import Chat  # noqa: E402
 from core.config import UserError, mix  # noqa: E402
@@ -49,7 +50,7 @@ class Served:
     """A server of the untaught tiny model in this process. `script` holds turns that rows take in place of sampling."""
 
     def __init__(self, model, tokenizer, max_tokens=1024, **options):
-        config = settings.settle(agent.Config(**{"env": "equations", "max_tokens": max_tokens, **options}))
+        config = settings.settle(agent_program.Config(**{"env": "equations", "max_tokens": max_tokens, **options}))
         self.sessions = agent.sessions(talk.envs.limits_of(config))
         self.visit = talk.Visit(config, agent, model, tokenizer, self.sessions.__enter__())
         self.server = Server(config, model, tokenizer, self.visit.begin, agent.make_engine)
@@ -557,7 +558,7 @@ def test_a_token_is_asked_of_everybody_but_health(tiny_model):
 def test_who_can_be_reached_needs_a_token_before_the_model_is_loaded(monkeypatch):
     monkeypatch.setattr(agent, "load_model", pytest.fail)
     with pytest.raises(UserError, match="--token"):
-        talk.run(agent.Config(serve=True, host="0.0.0.0"), agent)
+        agent_program.run(agent_program.Config(serve=True, host="0.0.0.0"))
 
 
 # --------------------------------------------------------------------------------------------------------- clients

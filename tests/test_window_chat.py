@@ -13,6 +13,7 @@ from programs import ROOT, Program, run
 from test_agent import MODEL, TOKENIZER, answers, chat_in, environments, run_folder  # noqa: F401  (a fixture)
 
 import agent
+import agent_program
 import envs
 from agent import Limits, Trajectory
 from envs.equations import Equations
@@ -23,7 +24,6 @@ from core.config import UserError, main
 from core.chat import Chat
 from core.engine import Engine, Row
 from extras.serve import chat as talk, settings
-from layers import terminal
 
 
 # ------------------------------------------------------------------------------------------------------ what people type
@@ -69,14 +69,14 @@ def test_a_run_that_held_no_task_out_has_no_test_tasks(tmp_path):
     """All rows of its file were trained on. 20 of 20 tasks of --split test had been."""
     run = run_folder(tmp_path / "run", env="equations", dataset="t.jsonl", eval_tasks=0)
     with pytest.raises(UserError, match="--split test: .*config.yaml: with eval_tasks 0 the run held no task out; give --eval_dataset"):
-        settings.settle(agent.Config(model_path=str(run), split="test"))
-    assert settings.settle(agent.Config(model_path=str(run))).dataset == "t.jsonl"
-    assert settings.settle(agent.Config(model_path=str(run), split="test", eval_dataset="e.jsonl")).eval_dataset == "e.jsonl"
+        settings.settle(agent_program.Config(model_path=str(run), split="test"))
+    assert settings.settle(agent_program.Config(model_path=str(run))).dataset == "t.jsonl"
+    assert settings.settle(agent_program.Config(model_path=str(run), split="test", eval_dataset="e.jsonl")).eval_dataset == "e.jsonl"
     expert = run_folder(tmp_path / "sft", env="equations", tasks="t.jsonl", eval_tasks=0)  # the expert has not played the tenth
     (expert / "config.yaml").write_text((expert / "config.yaml").read_text().replace("# grpo", "# sft"))
-    assert settings.settle(agent.Config(model_path=str(expert), split="test")).dataset == "t.jsonl"
+    assert settings.settle(agent_program.Config(model_path=str(expert), split="test")).dataset == "t.jsonl"
     recorded = run_folder(tmp_path / "weighted", env="equations", dataset="t.jsonl", trajectories="r.jsonl")  # reward_weighted.py's
-    assert settings.settle(agent.Config(model_path=str(recorded), split="test")).eval_dataset == "t.jsonl"
+    assert settings.settle(agent_program.Config(model_path=str(recorded), split="test")).eval_dataset == "t.jsonl"
 
 
 # ------------------------------------------------------------------------------------------------- with the agent
@@ -109,7 +109,7 @@ def test_what_is_asked_instead_keeps_the_options_and_the_system_prompt_and_a_fau
     (tmp_path / "bare.py").write_text("class Bare:\n    system_prompt = 'Be brief.'\n    def reset(self, **_):\n        return 'Go.'\n    def get_reward(self):\n        return 0.0\n")
 
     def asked(name, task, text, **options):
-        config = settings.settle(agent.Config(env=name, **options))
+        config = settings.settle(agent_program.Config(env=name, **options))
         with agent.sessions(Limits()) as new_session:
             visit = talk.Visit(config, agent, MODEL, TOKENIZER, new_session)
             return talk.asked_instead(visit, visit.episode(task), text)
@@ -146,7 +146,7 @@ def plain(monkeypatch, capsys, *words, **options):
             raise EOFError from None
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
-    talk.run(agent.Config(**options), agent)
+    agent_program.run(agent_program.Config(**options))
     return capsys.readouterr().out
 
 
@@ -179,7 +179,7 @@ def test_top_k_and_top_p_cut_what_is_sampled_and_eight_episodes_are_printed(tmp_
     played = []
     for i, cut in enumerate(CUTS):
         out = str(tmp_path / f"{i}.jsonl")
-        talk.run(agent.Config(env="equations", num_tasks=9, max_new_tokens=4, output=out, **cut), agent)
+        agent_program.run(agent_program.Config(env="equations", num_tasks=9, max_new_tokens=4, output=out, **cut))
         played.append([t.token_ids for t in read_trajectories(out)])
     assert played[0] == played[1] == played[2] != played[3] and list(map(len, played)) == [9] * 4
     assert capsys.readouterr().out.count("; success False; reward") == 8 * 4
@@ -194,7 +194,7 @@ def test_what_is_asked_again_is_sampled_anew_and_the_seed_repeats_it_all(monkeyp
 
 
 def test_the_model_is_loaded_in_the_dtype_that_was_asked_for(capsys):
-    model, _ = talk.load(agent.Config(dtype="bfloat16"), agent)
+    model, _ = talk.load(agent_program.Config(dtype="bfloat16"), agent)
     assert model.dtype == torch.bfloat16 and "0.9 million weights, bfloat16, on " in capsys.readouterr().out
 
 
@@ -216,7 +216,7 @@ def test_an_answer_is_printed_as_it_is_sampled_and_no_character_by_halves(monkey
     engine = Engine(MODEL, slots=1, stop_ids=chat.stop_ids)
     row = Row(chat.prompt([{"role": "user", "content": "hello"}]), limit=50, forced=[*ids, chat.answer_stop_id])
     engine.add([row])
-    assert talk.engine_for(agent.Config(max_tokens=40), agent, MODEL, chat).stop_ids == chat.stop_ids | chat.start_ids
+    assert talk.engine_for(agent_program.Config(max_tokens=40), agent, MODEL, chat).stop_ids == chat.stop_ids | chat.start_ids
     pieces = list(talk.pieces(engine, chat, row))
     assert "".join(pieces) == "naïve 漢字 👩 ok" and len([piece for piece in pieces if piece]) > 6 and not any("\ufffd" in piece for piece in pieces)
     row.forced = TOKENIZER.encode("\ufffd", add_special_tokens=False) + [chat.answer_stop_id]
@@ -236,20 +236,20 @@ def test_a_model_that_learned_no_environment_is_chatted_with(tmp_path, capsys):
     stranger = run_folder(tmp_path / "stranger", env="evil.py:Evil")
     for options, env in [({}, None), ({"model_path": str(chats / "base")}, None), ({"model_path": str(played)}, "equations"),
                          ({"model_path": str(played), "env": "none"}, None), ({"model_path": str(stranger), "env": "none"}, None)]:
-        config = settings.settle(agent.Config(**options))
+        config = settings.settle(agent_program.Config(**options))
         assert (config.env, config.dataset) == (env, "t.jsonl" if env else None)
         assert config.dtype == ("bfloat16" if options.get("model_path", "").startswith((str(chats), str(played))) else "auto")
         assert (config.max_new_tokens, config.max_tokens) == ((64, 1024) if env else (256, 2048))
     assert "--env none" not in capsys.readouterr().out
     with pytest.raises(UserError, match="--env none for a plain chat"):
-        settings.settle(agent.Config(model_path=str(stranger)))
+        settings.settle(agent_program.Config(model_path=str(stranger)))
 
 
 def test_naming_the_runs_environment_changes_nothing_and_naming_another_takes_its_own_tasks_and_limits(tmp_path):
     run = str(run_folder(tmp_path / "run", env="equations", tasks="t.jsonl", max_new_tokens=9, max_turns=2))
-    named = settings.settle(agent.Config(model_path=run, env="equations"))
-    assert named == settings.settle(agent.Config(model_path=run)) and (named.dataset, named.max_new_tokens, named.max_turns) == ("t.jsonl", 9, 2)
-    other = settings.settle(agent.Config(model_path=run, env="gsm8k"))
+    named = settings.settle(agent_program.Config(model_path=run, env="equations"))
+    assert named == settings.settle(agent_program.Config(model_path=run)) and (named.dataset, named.max_new_tokens, named.max_turns) == ("t.jsonl", 9, 2)
+    other = settings.settle(agent_program.Config(model_path=run, env="gsm8k"))
     assert (other.dataset, other.max_turns) == (None, None) and other.max_new_tokens > 9
 
 
@@ -268,8 +268,8 @@ def test_a_run_is_found_from_its_parts_and_from_inside_them_and_only_for_its_own
 @pytest.mark.parametrize("name, value", [("num_tasks", 3), ("dataset", "t.jsonl"), ("eval_dataset", "t.jsonl"), ("env_options", "a=1")])
 def test_without_an_environment_what_is_for_one_is_refused(name, value):
     with pytest.raises(UserError, match=f"--{name} {value}: of which environment"):
-        settings.check(agent.Config(**{name: value}))
-    settings.check(agent.Config(env="equations,gsm8k", num_tasks=3, **({name: value} if name != "num_tasks" else {})))
+        settings.check(agent_program.Config(**{name: value}))
+    settings.check(agent_program.Config(env="equations,gsm8k", num_tasks=3, **({name: value} if name != "num_tasks" else {})))
 
 
 def test_what_the_run_says_is_taken_and_what_the_command_line_says_counts_more(tmp_path):
@@ -277,13 +277,13 @@ def test_what_the_run_says_is_taken_and_what_the_command_line_says_counts_more(t
     given = {"dataset": "u.jsonl", "eval_dataset": "v.jsonl", "env_options": "num_turns=4", "fields": "question=r", "max_turns": 3, "max_new_tokens": 8, "max_tokens": 88}
     run = str(run_folder(tmp_path / "run", env="gsm8k", **written))
     for words, expected in (({}, written), (given, given)):
-        config = settings.settle(agent.Config(model_path=run, **words))
+        config = settings.settle(agent_program.Config(model_path=run, **words))
         assert {name: getattr(config, name) for name in written} == expected
     # An environment that is not ours is played where the user names it, too.
     mine = f"{tmp_path}/mine.py:Mine"
     (tmp_path / "mine.py").write_text("from envs.gsm8k import GSM8K as Mine\n")
     run = str(run_folder(tmp_path / "other", env=mine, max_turns=2))
-    assert settings.settle(agent.Config(model_path=run, env=mine)).max_turns == 2
+    assert settings.settle(agent_program.Config(model_path=run, env=mine)).max_turns == 2
 
 
 @pytest.mark.parametrize("words, says", [
@@ -335,7 +335,7 @@ def status_of(monkeypatch, *words):
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
     with pytest.raises(SystemExit) as status:
-        main(agent.Config, terminal(agent.command, agent), agent.__doc__)
+        main(agent_program.Config, agent_program.run, agent.__doc__)
     return status.value.code
 
 
@@ -347,7 +347,7 @@ def test_a_play_that_ends_early_keeps_the_rewards_that_were_asked_for(tmp_path, 
         if out.exists() and len(out.read_text().splitlines()) == 2:
             raise OSError(28, "No space left on device")
         return to_json(value)
-    monkeypatch.setattr(agent, "to_json", interrupted)
+    monkeypatch.setattr(talk, "to_json", interrupted)
     (tmp_path / "mine.py").write_text("def seven(t):\n    return 7.0\n\n\ndef count(completions, **_):\n    return [0.5] * len(completions)\n")
     status_of(monkeypatch, "--env", "equations", "--num_tasks", 4, "--max_new_tokens", 8, "--output", out,
               "--rewards", f"environment=0,{tmp_path}/mine.py:seven,{tmp_path}/mine.py:count")
@@ -392,7 +392,7 @@ def test_the_summary_counts_the_episodes_of_a_benchmark_to_the_last(monkeypatch,
     """GSM8K's 1,319 test problems, eight episodes each, were 1.055e+04 episodes."""
     played = [Trajectory([5, 6], [0, 1], [0.0, -1.0], [0.0], group_id=str(i // 8), stop_reason="done", info={"success": i % 8 == 0}) for i in range(10_552)]
     monkeypatch.setattr(agent, "rollout", lambda *_, **__: played)
-    agent.play_tasks(settings.settle(agent.Config(env="equations", group_size=8)), MODEL, TOKENIZER, [])
+    talk.play_tasks(settings.settle(agent_program.Config(env="equations", group_size=8)), agent, MODEL, TOKENIZER, [])
     summary = dict(line.split() for line in capsys.readouterr().out.splitlines()[-24:] if len(line.split()) == 2)
     assert (summary["episodes"], summary["success"], summary["pass@8"]) == ("10552", "0.125", "1")
 
@@ -402,9 +402,9 @@ def test_who_asks_for_more_tasks_than_a_split_has_is_told(tmp_path, capsys):
     file = tmp_path / "t.jsonl"
     file.write_text("".join(json.dumps({"equation": f"x + {i} = {i}"}) + "\n" for i in range(1, 31)))
     asked = dict(env="equations", num_tasks=30, max_new_tokens=4)
-    talk.run(agent.Config(dataset=str(file), **asked), agent)
+    agent_program.run(agent_program.Config(dataset=str(file), **asked))
     said = capsys.readouterr().out
     assert re.search(r"note: --num_tasks 30, but --split train has 2\d tasks\n      --split test --eval_dataset FILE plays a whole file\n", said)
-    talk.run(agent.Config(dataset=str(file), eval_dataset=str(file), split="test", **asked | {"num_tasks": 31}), agent)
+    agent_program.run(agent_program.Config(dataset=str(file), eval_dataset=str(file), split="test", **asked | {"num_tasks": 31}))
     said = capsys.readouterr().out
     assert "note: --num_tasks 31, but --split test has 30 tasks\n" in said and "plays a whole" not in said and "playing 30 episodes" in said

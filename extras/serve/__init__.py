@@ -17,13 +17,11 @@ from core.config import UserError
 LOCAL = ["127.0.0.1", "localhost"]  # what may be served without a token
 
 
-def terminal(command, agent):
-    """Return what `python agent.py` does, given its command in core and the module."""
-    def extended(config):
-        # No other program reads it.
-        from extras.serve.chat import run
-        run(config, agent)
-    return extended
+def terminal(config_class, command, agent):
+    """Return the Config and the command of `python agent.py`, given those of core and the module."""
+    # No other program reads it.
+    from extras.serve.chat import extended
+    return extended(config_class, agent)
 
 
 def serve(config, model, tokenizer, begin, make_engine):

@@ -12,12 +12,15 @@ agent.py, which this layer does not import: it is given.
 import sys
 import textwrap
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import count, cycle
+from pathlib import Path
 
 import envs
 from core.chat import Chat
-from core.config import Stop, UserError, mix, printable
-from core.data import message_lines
+from core.config import Stop, UserError, flag, mix, printable
+from core.data import (message_lines, pass_at_k, set_aside, summarise, to_json, transcript)
 from core.engine import Row
 from envs.tasks import tasks_for
 from extras.serve import serve
@@ -27,8 +30,25 @@ from lora import merged
 WIDTH = 79  # of the lines that introduce an environment
 
 
-def run(config, agent):
-    """Do what a Config of agent.py asks for."""
+def extended(config_class, agent):
+    """Return the Config and the command of agent.py with what this layer adds."""
+    @dataclass(kw_only=True)
+    class Config(config_class):
+        heading = "agent"
+        system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
+        top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
+        top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
+                            above=0, high=1)
+        serve: bool = flag(False, "answer requests over HTTP instead (extras/serve)")
+        host: str = flag("127.0.0.1", "with --serve: the address to listen at")
+        port: int = flag(8000, "with --serve: the port; 0: a free one", low=0, high=65535)
+        token: str | None = flag(None, "with --serve: what clients must send as their API key")
+
+    return Config, partial(run, agent)
+
+
+def run(agent, config):
+    """Do what a Config asks for."""
     config = settle(config)
     check(config)
     tasks = tasks_for(config, config.split, config.num_tasks or 100)
@@ -39,7 +59,7 @@ def run(config, agent):
             print("      --split test --eval_dataset FILE plays a whole file")
     model, tokenizer = load(config, agent)
     if config.num_tasks:
-        agent.play_tasks(config, model, tokenizer, tasks)
+        play_tasks(config, agent, model, tokenizer, tasks)
         return
     with agent.sessions(envs.limits_of(config)) as new_session:
         visit = Visit(config, agent, model, tokenizer, new_session)
@@ -68,6 +88,42 @@ def load(config, agent):
     return model, tokenizer
 
 
+def play_tasks(config, agent, model, tokenizer, tasks: list[dict]):
+    """Play tasks, print the first episodes and the summary, and write each episode as it ends."""
+    output = Path(config.output).absolute() if config.output else None
+    options = agent.rollout_options(config)
+    options["engine"] = partial(agent.make_engine, top_k=config.top_k, top_p=config.top_p)
+    pay = options.pop("pay")
+    ended = []
+
+    class Kept(agent.Episode):
+        def leave(self):
+            """Write the episode. Paid at once, it is whole whatever ends the program early."""
+            if pay:
+                pay([self])
+            ended.append(self)
+            if output:
+                with open(output, "a", encoding="utf-8") as file:
+                    file.write(to_json(self.trajectory.to_json()))
+
+    if output and output.exists():
+        print(f"{output}: the file that was there is now {set_aside(output)}")
+    total = len(tasks) * config.group_size
+    print(f"playing {total} episodes of {config.env} ({config.split}): at most "
+          f"{config.max_tokens} tokens each, {config.max_new_tokens} a turn", flush=True)
+    try:
+        # With step -1 the same seed gives the episodes of a run's evaluation.
+        episodes = agent.rollout(model, tokenizer, config.env, tasks, config.group_size, step=-1,
+                                 agent=Kept, **options)
+    finally:
+        if output:
+            print(f"{len(ended)} of {total} episodes were finished and are kept in {output}")
+    for t in episodes[:8]:
+        print(transcript(t.to_json()), end="\n\n")
+    for name, value in (summarise(episodes) | pass_at_k(episodes)).items():
+        print(f"{name:24}{value:>10.6g}")
+
+
 # ---------------------------------------------------------------------------- with the agent
 class Visit:
     """A person's episodes, of tasks that are typed or shown."""
@@ -78,7 +134,7 @@ class Visit:
         self.name = config.env
         self.cls = self.chat = None
         if config.env:
-            classes, chats = agent.load_environments(
+            classes, chats = envs.load_environments(
                 tokenizer, config.env, model.generation_config, self.options)
             self.cls, self.chat = classes[config.env], chats[config.env]
 
