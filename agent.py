@@ -3,32 +3,30 @@
     rollout     play episodes: the model samples turns, tools run while other episodes decode
     evaluate    success, pass@k, reward and more of a model in an environment
 
-    python agent.py --model_path runs/grpo          play tasks that you type (or extras/serve: chat)
+    python agent.py --model_path runs/grpo          chat with the agent
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import math
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import chain, count, product
 from pathlib import Path
 
-# Imported before torch: it sets how torch's threads wait.
-from core.config import UserError, config_of, fill, flag, main, mix, printable
+import envs
+from core.chat import Chat
+from core.config import UserError, flag, main, mix, printable
 from core.data import (is_finite, pass_at_k, problem, summarise, to_json, transcript,
                        without_too_long)
-
-import envs
+from core.engine import Row
+from core.model import DTYPES, facts
+from core.tool_calls import parse_tool_calls
 from envs import Limits, load_environments
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
-from envs.tasks import PlayFlags, tasks_for
-from core.chat import Chat
-from core.tool_calls import parse_tool_calls
-from core.engine import Row
-from core.model import DTYPES, facts
+from envs.tasks import PlayFlags, as_the_run, tasks_for
 from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
                     terminal)
 from lora import merged
@@ -401,20 +399,6 @@ class Config(PlayFlags):
     seed: int = flag(0, "of tasks and sampling", low=0)
 
 
-def as_the_run(config: Config) -> Config:
-    """Take what no flag says from the run that wrote the model: environment, tasks, dtype."""
-    run = config_of(config.model_path)
-    run["dataset"] = run.get("tasks", run.get("dataset"))  # sft.py's dataset is other data
-    for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
-        if run.get(name) and getattr(config, name) in (None, "auto"):
-            if name == "env" and ":" in run[name]:
-                # Data never chooses which code runs.
-                raise UserError(f"the run played --env {run[name]}; give --env yourself")
-            config = replace(config, **{name: run[name]})
-    config = replace(config, env=None if config.env == "none" else config.env)
-    return fill(config, envs.limits(config.env))
-
-
 def command(config: Config):
     """Play tasks, print some, and count; without --num_tasks play those that the user types."""
     config = as_the_run(config)
@@ -450,23 +434,20 @@ def chat(play, cls, tasks: list[dict]):
 
 
 def chat_with_model(config: Config, model, chat: Chat):
-    """Hold a conversation with the model alone. An empty line begins a new one. Ctrl-D ends."""
+    """Hold a conversation with the model alone. An empty line or Ctrl-D ends."""
+    engine = make_engine(model, slots=1, tokens=config.max_tokens, stop_ids=chat.end_ids,
+                         temperature=config.temperature)
     ids = []  # of the conversation
-    with suppress(EOFError), merged(model):
-        for number in count():
-            text = input("You: ")
-            if not text:
-                ids = []
-                continue
+    with suppress(EOFError):
+        while text := input("You: "):
             question = [{"role": "user", "content": text}]
             ids += chat.reply(text, ids[-1]) if ids else chat.prompt(question)
-            row = Row(ids, seed=mix(config.seed, number),
-                      limit=max(1, min(config.max_new_tokens, config.max_tokens - len(ids))))
-            engine = make_engine(model, slots=1, tokens=config.max_tokens, stop_ids=chat.end_ids,
-                                 temperature=config.temperature)
+            limit = min(config.max_new_tokens, config.max_tokens - len(ids))
+            row = Row(ids, seed=mix(config.seed, len(ids)), limit=limit)
             engine.add([row])
             while engine.busy:
                 engine.step()
+            engine.release(row)
             ids += row.turn
             print(f"Assistant: {printable(chat.text(row.turn))}")
 
