@@ -32,11 +32,10 @@ from itertools import chain
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          main, nearest, options_for)
 from envs.tasks import RolloutFlags
-from core.run import Run
 from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
                        without_faults)
 
@@ -48,8 +47,7 @@ from tqdm import tqdm
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
 from core.data import collate
-from schooling import read_trajectories
-from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
+from episodes import longer, make_pairs, read_trajectories, split_pairs, write_pairs
 from envs.tasks import drop_seen, train_and_held_out, with_env
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import token_logprobs
@@ -319,6 +317,7 @@ def settle(config: Config) -> Config:
 def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
     """Return the pairs of the given files, or [] if none are given: they are then played."""
     if config.dataset:
+        from extras.data.pairs import read_pairs
         return read_pairs(config, tokenizer)
     if not config.trajectories:
         return []
@@ -401,7 +400,7 @@ def train(config: Config) -> dict:
     config = settle(config)
     is_given = config.dataset or config.trajectories  # pairs, or episodes to pair
     tasks, test_tasks = train_and_held_out(config, 0 if is_given else config.num_tasks)
-    run = Run(config, "dpo", envs)  # the output folder: logs, checkpoints, result
+    run = Run(config, "dpo")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))

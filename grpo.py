@@ -25,11 +25,10 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
                          options_for)
 from envs.tasks import RolloutFlags
-from core.run import Run
 from core.data import (cheapest_order, collect_groups, group_shares, members, per_token,
                        unusable)
 
@@ -383,7 +382,7 @@ def train(config: Config, collect_groups=collect_groups) -> dict:
     """Sample groups of episodes, compare each with its group, update the policy, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, config.max_samples)
-    run = Run(config, "grpo", envs)  # the output folder: logs, checkpoints, result
+    run = Run(config, "grpo")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))

@@ -26,11 +26,10 @@ from functools import partial
 from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          imitation_learning_rate, main, options_for)
 from envs.tasks import RolloutFlags
-from core.run import Run
 from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
                        shift_and_scale, shuffled_batches, tasks_of, turn_index, unusable,
                        without_faults)
@@ -41,7 +40,7 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
 from core.data import collate
-from schooling import read_trajectories
+from episodes import read_trajectories
 from envs.tasks import drop_seen, recorded_env, train_and_held_out
 from core.model import adamw, is_tiny, scheduled
 from core.logprobs import token_logprobs
@@ -336,7 +335,7 @@ def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, 0 if config.trajectories else config.max_samples)
-    run = Run(config, "reward_weighted", envs)  # the output folder: logs, checkpoints, result
+    run = Run(config, "reward_weighted")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))

@@ -22,9 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from core.data import json_rows, transcript, whole
 from core.config import UserError, printable, read_yaml, reading
-from extras.exact.files import replace_file  # noqa: E402
-from core.config import CONFIG  # noqa: E402
-from extras.exact.output_folder import EPISODES
+from core.run import CONFIG, EPISODES, write_whole  # noqa: E402
 from extras.show.curves import number  # noqa: E402
 from extras.show.report import logs_of, program_of, result_of, wilson  # noqa: E402
 
@@ -371,7 +369,7 @@ def write_report(names, output="report.md"):
     """Write the comparison of several runs, in the order given, and return its path."""
     text, notes = comparison(names)
     try:
-        replace_file(Path(output), whole(text))
+        write_whole(Path(output), whole(text))
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror})") from None
     for note in dict.fromkeys(notes):

@@ -188,7 +188,7 @@ def worker(args):
     else:
         adapter, rewards = train_ours(base, folder, seed, args.steps, passes)
     times = clock.read()
-    from extras.exact.process import peak_memory_mb
+    from core.run import peak_memory_mb
     memory = round(peak_memory_mb())
     model, tokenizer = load_model(str(adapter), train=False)
     after = exam(model, tokenizer, args.tasks)

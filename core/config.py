@@ -26,7 +26,6 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
-CONFIG = "config.yaml"  # in the folder of a run
 ONCE = ("overwrite", "resume", "unsafe_code")  # permissions for one call, which no file gives
 CODE = ("env", "rewards")  # may name files of code, which a config file does not choose
 KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "text"),
@@ -487,23 +486,6 @@ def nearest(name, known, prefix="", otherwise="--help lists them"):
     """Return a phrase that proposes the known name which is spelled most like this one."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {prefix}{close[0]}?" if close else otherwise
-
-
-def algorithm_of(folder):
-    """Return the name of the program whose run an output folder holds, or None."""
-    path = Path(folder, CONFIG)
-    if not path.is_file():
-        return None
-    with reading(path), open(path, "rb") as file:
-        match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
-    return match and match[1].decode()
-
-
-def config_of(folder):
-    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
-    if not algorithm_of(folder):
-        return {}
-    return {name: value for _, name, value in read_yaml(Path(folder, CONFIG))}
 
 
 # ---------------------------------------------------------------------------------------- a program

@@ -171,15 +171,6 @@ def read_data(data: str, fields: str | None = None, seed: int = 0):
     yield from MIXERS[-1](data_sources(data), fields, seed)
 
 
-def set_aside(path):
-    """Rename a file or folder to PATH.1, or the next number that is free. Return the new path."""
-    number = 1
-    while (new := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(new)
-    return new
-
-
 def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
     """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
 

@@ -60,3 +60,12 @@ def as_past(message: dict) -> dict:
     if calls:
         message = {**message, "content": message.get("content") or "", "tool_calls": calls}
     return {**message, "loss": 0}
+
+
+def trl_message(message: dict) -> dict:
+    """Return a message of an episode as TRL holds it, whose calls are those of functions."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [call if "function" in call else {"type": "function", "function": call}
+             for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}

@@ -7,9 +7,10 @@ from itertools import chain
 from tqdm import tqdm
 
 import envs
-from core.config import NO_BAR, UserError, auto, config_of, fill, flag, reading
+from core.config import NO_BAR, UserError, auto, fill, flag, reading
 from core.data import (is_held_out, json_of, need, print_dropped, read_as, read_data, shuffled,
                        unseen)
+from core.run import config_of
 
 needed = cache(envs.needed)  # a file may have a million rows
 

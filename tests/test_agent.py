@@ -33,8 +33,9 @@ from core.data import collate
 from envs.calls import shorten, shortened
 from core.data import pass_at_k, summarise, transcript, without_faults
 from extras.serve import chat as talk, settings
-from schooling import demonstrate, read_trajectories
-from core.distributed import OneProcess
+from episodes import read_trajectories
+from schooling import demonstrate
+from core.run import OneProcess
 from core.config import EnvironmentFault, UserError, main, mix
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls

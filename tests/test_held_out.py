@@ -14,8 +14,8 @@ import sft
 import agent
 import agent_program
 from extras.serve import chat as talk
-from schooling import read_trajectories
-from core.run import Run
+from episodes import read_trajectories
+from layers import Run
 from core.tiny import make_tiny
 
 

@@ -18,7 +18,7 @@ import envs
 from agent import Limits, Trajectory
 from envs.equations import Equations
 from envs.gsm8k import GSM8K
-from schooling import read_trajectories
+from episodes import read_trajectories
 from core.data import message_lines, to_json
 from core.config import UserError, main
 from core.chat import Chat

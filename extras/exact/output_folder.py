@@ -9,13 +9,11 @@ from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
-from core.config import CONFIG, ONCE, UserError, algorithm_of, reading
-from core.data import data_sources, to_json
-from extras.exact.files import replace_file, replace_lines, sync
-from core.data import set_aside
+from core.config import ONCE, UserError
+from core.data import data_sources
+from core.run import CONFIG, EPISODES, LOGS, algorithm_of, set_aside, write_whole
+from extras.exact.files import replace_lines, sync
 
-EPISODES = "trajectories.jsonl"
-LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
 
@@ -109,12 +107,7 @@ class OutputFolder:
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
         kept = {name: value for name, value in self.values.items() if name not in ONCE}
         text = yaml.safe_dump(kept, sort_keys=False)
-        replace_file(path, f"# {self.algorithm} run; `{again}` repeats it\n{text}")
-
-    def append(self, name, rows):
-        """Append rows to a log, one JSON object per line."""
-        with open(self.path / name, "a", encoding="utf-8", newline="\n") as file:
-            file.write("".join(to_json(row) for row in rows))
+        write_whole(path, f"# {self.algorithm} run; `{again}` repeats it\n{text}")
 
     def log_sizes(self):
         """Return {log: bytes}. A checkpoint holds them; what was written later is cut on resume."""

@@ -20,8 +20,9 @@ from pathlib import Path
 import envs
 from core.chat import Chat
 from core.config import Stop, UserError, flag, mix, printable
-from core.data import (message_lines, pass_at_k, set_aside, summarise, to_json, transcript)
+from core.data import message_lines, pass_at_k, summarise, to_json, transcript
 from core.engine import Row
+from core.run import set_aside
 from envs.tasks import tasks_for
 from extras.serve import serve
 from extras.serve.settings import check, settle

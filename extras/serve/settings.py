@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import envs
-from core.config import (CONFIG, UserError, algorithm_of, config_of, convert, fill, options,
-                         printable)
+from core.config import UserError, convert, fill, options, printable
 from core.model import DTYPES
+from core.run import CONFIG, algorithm_of, config_of
 from extras.serve import LOCAL
 
 # What is taken from the run, besides the dtype.

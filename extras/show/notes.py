@@ -53,14 +53,6 @@ def step_line(step, total, line, seconds, left):
             f"{seconds:.1f} s, {duration(left)} left")
 
 
-def headline(metrics):
-    """Return the numbers of an evaluation that tell most, as text."""
-    # What was not finite is null in a file.
-    shown = [name for name in ("success", "reward", "loss", "pairs/loss")
-             if metrics.get(name) is not None]
-    return ", ".join(f"{name} {metrics[name]:.3f}" for name in shown)
-
-
 def wilson(k, n):
     """Return the 95 % Wilson score interval of a share: k of n independent tasks solved."""
     if not n:

@@ -8,13 +8,13 @@ import sys
 from html import escape
 from pathlib import Path
 
-from core.config import UserError, algorithm_of, config_of, prepare_streams, reading
+from core.config import UserError, prepare_streams, reading
 from core.data import json_rows, lines_of, read_json, transcript, whole
 from envs.corpus import beginning
+from core.run import EPISODES, algorithm_of, config_of, headline, write_whole
 from extras.show.curves import curves, number
-from extras.show.notes import headline, wilson
+from extras.show.notes import wilson
 
-EPISODES = "trajectories.jsonl"  # in an output folder
 MAX_EPISODES = 24  # on a page
 SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
 LEGEND = """<h2>Episodes, token by token</h2><p>Grey: prompt, template and tool results. Coloured:
@@ -77,7 +77,7 @@ def write_html(name):
     """
     path = Path(name)
     output = path / "report.html" if path.is_dir() else path.with_suffix(".html")
-    output.write_text(whole(page(path)), encoding="utf-8")
+    write_whole(output, whole(page(path)))
     return output
 
 

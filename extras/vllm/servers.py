@@ -136,9 +136,9 @@ class Servers:
         # A server may know the names of an earlier run, and so they begin with a prefix.
         self.context, self.prefix = run.ranks.first(
             lambda: (min(map(context_of, self.urls)), f"{time.time_ns():x}"))
-        getattr(run, "listeners", []).append(check_gap)
+        run.listeners.append(check_gap)
         if run.writes:
-            run.endings.append(self.retire)
+            run.endings.append(lambda folder: self.retire())
 
     def __call__(self, model, *, tokens, slots, **sampling):
         """Return an engine that plays the adapter which was loaded last."""
