@@ -18,7 +18,7 @@ from pathlib import Path
 import envs
 from core.chat import Chat
 from core.config import UserError, flag, main, mix, printable
-from core.data import (is_finite, pass_at_k, problem, summarise, to_json, transcript,
+from core.data import (is_finite, pass_at_k, summarise, to_json, transcript,
                        without_too_long)
 from core.engine import Row
 from core.model import DTYPES, facts
@@ -61,19 +61,6 @@ class Trajectory:
 
     def to_json(self) -> dict:
         return dict(vars(self))
-
-    @classmethod
-    def from_json(cls, row: dict) -> "Trajectory":
-        """Return the episode in one parsed line of trajectories.jsonl, or raise ValueError."""
-        try:
-            # A run writes the step into each line. It is not the episode's.
-            trajectory = cls(**{name: value for name, value in row.items() if name != "step"})
-            wrong = problem(trajectory.to_json())
-        except (TypeError, AttributeError) as error:
-            wrong = str(error)
-        if wrong:
-            raise ValueError(f"not a trajectory: {wrong}")
-        return trajectory
 
 
 # -------------------------------------------------------------------------------- one episode

@@ -35,9 +35,8 @@ from typing import NamedTuple
 from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          main, nearest, options_for)
-from envs.tasks import RolloutFlags
-from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
-                       without_faults)
+from core.data import data_sources, print_dropped, shuffled_batches, unusable, without_faults
+from envs.tasks import RolloutFlags, tasks_of
 
 import torch
 import torch.nn.functional as F

@@ -12,8 +12,9 @@ from itertools import combinations, takewhile
 
 from agent import Trajectory
 from core.config import UserError
-from core.data import (is_held_out, need, print_dropped, prompt_of, read_as, shift_and_scale,
-                       shuffled, to_json, unseen, without_faults)
+from envs.tasks import is_held_out, need, read_as, unseen
+from core.data import (is_finite, print_dropped, prompt_of, shift_and_scale, shuffled, to_json,
+                       without_faults)
 
 HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
@@ -27,12 +28,48 @@ def read_trajectories(path: str, model=None, tokenizer=None) -> list[Trajectory]
     def episode(row, _):
         need(row, "token_ids", otherwise="conversations and pairs are given with --dataset, tasks "
                                          "with --tasks")
-        trajectory = Trajectory.from_json(row)
+        trajectory = trajectory_of(row)
         if model:
             check_tokens(trajectory, model, tokenizer)
         return trajectory
 
     return without_faults(read_as(path, episode))
+
+
+def trajectory_of(row: dict) -> Trajectory:
+    """Return the episode in one parsed line of trajectories.jsonl, or raise ValueError."""
+    try:
+        # A run writes the step into each line. It is not the episode's.
+        trajectory = Trajectory(**{name: value for name, value in row.items() if name != "step"})
+        wrong = problem(trajectory.to_json())
+    except (TypeError, AttributeError) as error:
+        wrong = str(error)
+    if wrong:
+        raise ValueError(f"not a trajectory: {wrong}")
+    return trajectory
+
+
+def problem(episode: dict) -> str | None:
+    """Return why no algorithm may learn from an episode (agent.Trajectory as a dict), or None.
+
+    Raises TypeError or AttributeError for a field of another type.
+    """
+    for name, kind in (("group_id", str | int), ("info", dict), ("messages", list)):
+        if not isinstance(episode[name], kind):
+            return f"{name} is a {type(episode[name]).__name__}"
+    token_ids, loss_mask = episode["token_ids"], episode["loss_mask"]
+    lengths = len(token_ids), len(loss_mask), len(episode["logprobs"])
+    if not token_ids or len(set(lengths)) > 1:
+        return f"token_ids, loss_mask, logprobs have lengths {lengths}"
+    if not all(type(token) is int and token >= 0 for token in token_ids):
+        return "token_ids must be integers >= 0"
+    if not all(type(flag) is int and flag in (0, 1) for flag in loss_mask):
+        return "loss_mask must be 0 or 1"
+    if loss_mask[0] == 1:
+        return "loss_mask[0] is 1, but nothing precedes the first token"
+    numbers = [*episode["logprobs"], episode["reward"], *episode["rewards"],
+               *episode["reward_parts"].values()]
+    return None if all(map(is_finite, numbers)) else "logprobs and rewards must be finite numbers"
 
 
 def check_tokens(t: Trajectory, model, tokenizer):

@@ -31,8 +31,8 @@ from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, f
                          imitation_learning_rate, main, options_for)
 from envs.tasks import RolloutFlags
 from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
-                       shift_and_scale, shuffled_batches, tasks_of, turn_index, unusable,
-                       without_faults)
+                       shift_and_scale, shuffled_batches, turn_index, unusable, without_faults)
+from envs.tasks import tasks_of
 
 import torch
 from torch.nn.utils import clip_grad_norm_

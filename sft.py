@@ -35,7 +35,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import evaluate, rollout_options
-from core.data import batches_of_like_length, collate, print_dropped, prompt_of, tasks_of
+from core.data import batches_of_like_length, collate, print_dropped, prompt_of
+from envs.tasks import tasks_of
 from core.logprobs import token_logprobs
 from core.model import adamw, is_tiny, scheduled, steps_of
 from envs.tasks import drop_seen, tasks_for, with_env

@@ -20,7 +20,8 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from core.data import json_rows, transcript, whole
+from core.data import transcript, whole
+from extras.show.notes import log_rows
 from core.config import UserError, printable, read_yaml, reading
 from core.run import CONFIG, EPISODES, write_whole  # noqa: E402
 from extras.show.curves import number  # noqa: E402
@@ -270,7 +271,7 @@ def late_episodes(record, path):
 def read_episodes(path):
     """Return the episodes of a file without their tokens. Where no step is stated it is -1."""
     episodes = []
-    for line, episode in json_rows(path, is_log=True):
+    for line, episode in log_rows(path):
         with reading(path, line):
             episode = {"step": -1, "reward_parts": {}, **episode, "reward": float(episode["reward"])}
             episode["info"] = {"tool_calls": 0, "tool_errors": 0, **episode["info"]}

@@ -33,7 +33,7 @@ from core.data import collate
 from envs.calls import shorten, shortened
 from core.data import pass_at_k, summarise, transcript, without_faults
 from extras.serve import chat as talk, settings
-from episodes import read_trajectories
+from episodes import read_trajectories, trajectory_of
 from schooling import demonstrate
 from core.run import OneProcess
 from core.config import EnvironmentFault, UserError, main, mix
@@ -231,7 +231,7 @@ def check_invariants(t, limits):
     if t.stop_reason != "malformed":  # I3: the turn ids are those we wrote and the ends that the model sampled
         assert t.token_ids.count(START) == prompt.count(START) + sum(2 for _ in turns[1:])
         assert t.token_ids.count(END) - sum(turn[-1] == END for turn in turns) == prompt.count(END) + len(turns) - 1
-    assert Trajectory.from_json(json.loads(json.dumps(t.to_json(), allow_nan=False))) == t
+    assert trajectory_of(json.loads(json.dumps(t.to_json(), allow_nan=False))) == t
 
 
 def check_logprobs(model, trajectories, temperature=1.0, tolerance=1e-4):
@@ -648,7 +648,7 @@ def test_a_member_that_misbehaves_ends_its_own_episode_and_is_named(monkeypatch,
     assert bad.stop_reason == "error" and not bad.info["success"] and math.isfinite(bad.reward)
     assert re.search(rf"environment faulty: {re.escape(member)} on task .*needle.*{how}", bad.info["error"]), bad.info["error"]
     assert (good.stop_reason, good.reward, good.info["success"]) == ("done", 1.0, True) and without_faults([bad, good]) == [good]
-    assert Trajectory.from_json(json.loads(json.dumps(bad.to_json(), allow_nan=False))) == bad and len(bad.token_ids) > 1
+    assert trajectory_of(json.loads(json.dumps(bad.to_json(), allow_nan=False))) == bad and len(bad.token_ids) > 1
     assert summarise([bad, good])["errors"] == 0.5
 
 
@@ -1284,7 +1284,7 @@ def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_
     config = agent_program.Config(num_tasks=3, group_size=2, output=str(output), max_new_tokens=4)
     agent.command(config)
     out = capsys.readouterr().out
-    episodes = [Trajectory.from_json(json.loads(line)) for line in output.read_text().splitlines()]
+    episodes = [trajectory_of(json.loads(line)) for line in output.read_text().splitlines()]
     assert len(episodes) == 6 and out.count("[max_new_tokens; ") == 6 and re.search(r"^pass@2 +0$", out, re.M)
     with pytest.raises(UserError, match="there is a file of this name"):
         agent.command(config)

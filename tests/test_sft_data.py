@@ -28,7 +28,8 @@ from episodes import read_split
 from extras.data.pairs import preference
 from envs.tasks import load_tasks, recorded_env
 from extras.isolate import Session, Watch
-from core.data import as_messages, is_held_out
+from envs.prompts import as_messages
+from envs.tasks import is_held_out
 from core.config import UserError
 from core.chat import Chat
 from extras.data.recorded import recorded_ids

@@ -13,7 +13,8 @@ import envs
 from agent import Trajectory
 from core.chat import Chat
 from core.config import reading
-from core.data import as_messages, need, read_as, unseen
+from envs.prompts import as_messages
+from envs.tasks import need, read_as, unseen
 from episodes import read_split
 from extras.data.recorded import recorded_ids
 

@@ -4,7 +4,9 @@ from itertools import takewhile
 from tqdm import tqdm
 
 from core.config import NO_BAR, UserError
-from core.data import as_messages, need, print_dropped, read_as
+from envs.prompts import as_messages
+from envs.tasks import need, read_as
+from core.data import print_dropped
 from episodes import draw
 from extras.data.demonstrations import (Conversation, Encoder, count_control_tokens, prompt_in,
                                         without_loss)

@@ -9,11 +9,11 @@ from html import escape
 from pathlib import Path
 
 from core.config import UserError, prepare_streams, reading
-from core.data import json_rows, lines_of, read_json, transcript, whole
-from envs.corpus import beginning
+from core.data import lines_of, read_json, transcript, whole
 from core.run import EPISODES, algorithm_of, config_of, headline, write_whole
+from envs.corpus import beginning
 from extras.show.curves import curves, number
-from extras.show.notes import wilson
+from extras.show.notes import log_rows, wilson
 
 MAX_EPISODES = 24  # on a page
 SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
@@ -67,7 +67,7 @@ def result_of(folder):
 def logs_of(folder):
     """Return the rows of each log of an output folder."""
     paths = [path for path in (folder / "metrics.jsonl", folder / "timing.jsonl") if path.exists()]
-    return [[row for _, row in json_rows(path, is_log=True)] for path in paths]
+    return [[row for _, row in log_rows(path)] for path in paths]
 
 
 def write_html(name):
@@ -129,7 +129,7 @@ def chosen_episodes(file):
     lines = sum(1 for _ in lines_of(file))
     n = min(lines, MAX_EPISODES)
     wanted = {round(i * lines / n) for i in range(1, n + 1)}
-    return reversed(list(json_rows(file, wanted, is_log=True)))
+    return reversed(list(log_rows(file, wanted)))
 
 
 def load_tokenizer(folder):
