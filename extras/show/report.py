@@ -8,7 +8,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from extras.exact.checkpoint import newest_checkpoint
+from core.model import checkpoints
 from core.data import lines_of, read_json, transcript, whole
 from core.config import UserError, prepare_streams, read_yaml, reading
 from envs.corpus import beginning
@@ -142,7 +142,7 @@ def chosen_episodes(file):
 
 def load_tokenizer(folder):
     """Return the tokenizer of the run's newest checkpoint, or None."""
-    file = (newest_checkpoint(folder) or folder) / "tokenizer.json"
+    file = ([folder, *checkpoints(folder)][-1]) / "tokenizer.json"
     if not file.is_file():
         return None
     from tokenizers import Tokenizer
