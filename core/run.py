@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from core.config import ONCE, UserError, convert, mix, options, printable, say
+from core.config import ONCE, UserError, convert, mix, options, printable, read_yaml, say
 from core.data import finite, json_rows, read_json, reading, summarise, to_json, unusable
 
 import torch
@@ -373,6 +373,13 @@ def algorithm_of(folder) -> str | None:
     with reading(path), open(path, "rb") as file:
         match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
     return match and match[1].decode()
+
+
+def config_of(folder) -> dict:
+    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
+    if not algorithm_of(folder):
+        return {}
+    return {name: value for _, name, value in read_yaml(Path(folder, CONFIG))}
 
 
 def set_aside(path: Path) -> Path:
