@@ -3,30 +3,34 @@
     rollout     play episodes: the model samples turns, tools run while other episodes decode
     evaluate    success, pass@k, reward and more of a model in an environment
 
-    python agent.py --model_path runs/grpo          chat with the agent (extras/serve/chat.py)
+    python agent.py --model_path runs/grpo          play tasks that you type (or extras/serve: chat)
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import math
 import runpy
 import time
-from dataclasses import dataclass, field
-from functools import wraps
-from itertools import chain, product
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from itertools import chain, count, product
+from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import UserError, mix
-from core.data import is_finite, pass_at_k, problem, summarise, without_too_long
+from core.config import UserError, fill, flag, main, mix, read_yaml
+from core.data import (is_finite, pass_at_k, summarise, to_json, transcript,
+                       without_too_long)
 
 import envs
-from envs import Limits
+from envs import Limits, load_environments
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
+from envs.tasks import PlayFlags, tasks_for
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Row
-from core.model import facts
-from layers import episode_bar, make_engine, rewards_of, sampler_of, sessions
-from lora import merged_to_decode
+from core.model import DTYPES, facts
+from layers import episode_bar, has, load_model, make_engine, rewards_of, sampler_of, sessions
+from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
 # however fast the tool was: its speed must not change who shares a batch, and so the rounding.
@@ -58,19 +62,6 @@ class Trajectory:
 
     def to_json(self) -> dict:
         return dict(vars(self))
-
-    @classmethod
-    def from_json(cls, row: dict) -> "Trajectory":
-        """Return the episode in one parsed line of trajectories.jsonl, or raise ValueError."""
-        try:
-            # A run writes the step into each line. It is not the episode's.
-            trajectory = cls(**{name: value for name, value in row.items() if name != "step"})
-            wrong = problem(trajectory.to_json())
-        except (TypeError, AttributeError) as error:
-            wrong = str(error)
-        if wrong:
-            raise ValueError(f"not a trajectory: {wrong}")
-        return trajectory
 
 
 # -------------------------------------------------------------------------------- one episode
@@ -252,22 +243,6 @@ class Episode:
 
 
 # ------------------------------------------------------------------------------ many episodes
-def load_environments(tokenizer, env_names, generation_config, env_options) -> tuple[dict, dict]:
-    """Return the class and the Chat of every environment, by its name.
-
-    They are those that the caller names: data never chooses which code runs. `env_options` are
-    what `envs.options_of` returns.
-    """
-    classes = {name: envs.with_options(envs.load(name), env_options)
-               for name in envs.names_of(env_names)}
-    try:
-        chats = {name: Chat(tokenizer, envs.schemas(cls), generation_config)
-                 for name, cls in classes.items()}
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return classes, chats
-
-
 def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1, *,
             limits: Limits = Limits(), temperature: float = 1.0, seed: int = 0, step: int = 0,
             first_task: int = 0, env_options=None, engine=None, agent=Episode, pay=None,
@@ -275,8 +250,9 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
     A group is named by step and first_task + index of its task, so a second rollout of the same
-    step needs another first_task. The name, seed and sample seed an episode's random numbers. While
-    a tool runs others decode, at most TOOL_STEPS steps: token counts, not clocks, form a batch.
+    step needs another first_task. Name, seed and sample seed an episode's random numbers. Prompts
+    of max_tokens or more are dropped and counted; if a run has played nothing else so far, it
+    raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which.
@@ -285,17 +261,15 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         agent: who plays an episode: a class with the arguments and public members of `Episode`.
         pay: a function that sets the rewards of all these agents, after their episodes.
         run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
-
-    Prompts of max_tokens or more are dropped and counted; if a run has played nothing else so far,
-    it raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
     """
     began = time.monotonic()
     is_first = run is None or not (run.played or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     agents, groups, names = {}, {}, ",".join(classes)
-    load_policy = getattr(engine, "load_policy", decoded_here)
-    with load_policy(model), sessions(limits, run) as new_session:
+    # Servers are told the policy; the engine of this process decodes with merged weights.
+    load_policy = getattr(engine, "load_policy", merged)
+    with load_policy(model.eval()), sessions(limits, run) as new_session:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", names)
             if name not in classes:
@@ -304,20 +278,20 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             player = agent(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
             prompt = player.trajectory.token_ids
-            group = groups.setdefault(tuple(prompt), len(groups))
-            row_seed = mix(seed, step, first_task + i, sample)
-            agents[Row(prompt, group=group, seed=row_seed, limit=player.turn_budget)] = player
+            agents[Row(prompt, group=groups.setdefault(tuple(prompt), len(groups)),
+                       seed=mix(seed, step, first_task + i, sample),
+                       limit=player.turn_budget)] = player
         started = {row: player for row, player in agents.items() if player.can_take_turn}
         if started:
-            stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
-            slots = min(facts(model).decode_rows, len(started))  # rows decoded at once
-            engine = engine or make_engine
-            if callable(engine):
-                engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
-                                temperature=temperature)
             if run and is_first:
                 print(f"playing {len(started)} episodes: at most {limits.max_tokens} tokens each, "
                       f"{limits.max_new_tokens} a turn")
+            engine = engine or make_engine
+            if callable(engine):
+                stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
+                slots = min(facts(model).decode_rows, len(started))
+                engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
+                                temperature=temperature)
             play_all(engine, started, run)
             if pay:
                 pay(list(started.values()))
@@ -328,11 +302,6 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
         run.played += len(trajectories)
     return without_too_long(trajectories, limits, or_raise=is_first)
-
-
-def decoded_here(model):
-    """Return the context in which this process plays the model. Servers have one of their own."""
-    return merged_to_decode(model.eval())
 
 
 def play_all(engine, agents: dict, run=None):
@@ -388,7 +357,6 @@ def rollout_options(config, run=None) -> dict:
             "engine": sampler_of(config, run), "pay": rewards_of(config), "run": run}
 
 
-# --------------------------------------------------------------------- episodes in numbers
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,
              step: int = -1, **options) -> dict:
     """Play the tasks with `rollout`; return what `summarise` and `pass_at_k` say of it.
@@ -396,13 +364,77 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     Step -1 draws the same random numbers in every evaluation, and those of no training step. An
     episode that its environment broke counts as a failure.
     """
-    if not tasks:
-        return {}
-    trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
-    if not trajectories:  # every prompt is too long
-        return {}
-    return summarise(trajectories) | pass_at_k(trajectories)
+    trajectories = []
+    if tasks:
+        trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
+    # There are none if every prompt is too long.
+    return summarise(trajectories) | pass_at_k(trajectories) if trajectories else {}
+
+
+# ---------------------------------------------------------------------------------- the command
+@dataclass(kw_only=True)
+class Config(PlayFlags):
+    heading = "agent"
+    model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
+    env: str | None = flag(None, "environment; default: that of the run that wrote the model")
+    num_tasks: int = flag(0, "play this many tasks, print some of them, and count", low=0)
+    split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
+    group_size: int = 1
+    output: str | None = flag(None, "with --num_tasks: write the episodes to this new .jsonl")
+    temperature: float = flag(1.0, "of sampling; 0: the most likely token", above=None, low=0)
+    dtype: str = flag("auto", "of the weights; auto: the run's, or as stored", choices=DTYPES)
+    seed: int = flag(0, "of tasks and sampling", low=0)
+
+
+def as_the_run(config: Config) -> Config:
+    """Take what no flag says from the run that wrote the model: environment, tasks, dtype."""
+    written = Path(config.model_path, "config.yaml")
+    run = {name: value for _, name, value in read_yaml(written)} if written.exists() else {}
+    run["dataset"] = run.get("tasks", run.get("dataset"))  # sft.py's dataset is other data
+    for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
+        if run.get(name) and getattr(config, name) in (None, "auto"):
+            if name == "env" and ":" in run[name]:
+                # Data never chooses which code runs.
+                raise UserError(f"{written}: the run played --env {run[name]}; give --env yourself")
+            config = replace(config, **{name: run[name]})
+    config = replace(config, env=config.env or "equations")
+    return fill(config, envs.limits(config.env))
+
+
+def command(config: Config):
+    """Play tasks, print some, and count; without --num_tasks play those that the user types."""
+    config = as_the_run(config)
+    if config.output and Path(config.output).exists():
+        raise UserError(f"--output {config.output}: there is a file of this name")
+    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
+    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config))
+    tasks = tasks_for(config, config.split, config.num_tasks or 100)
+    if not config.num_tasks:
+        return chat(play, envs.load(config.env), tasks)
+    # With step -1 the same seed gives the episodes of a run's evaluation.
+    episodes = play(tasks, config.group_size, step=-1)
+    for t in episodes[:8]:
+        print(transcript(t.to_json()), end="\n\n")
+    for name, value in (summarise(episodes) | pass_at_k(episodes)).items():
+        print(f"{name:24}{value:>10.6g}")
+    if config.output:
+        Path(config.output).write_text("".join(to_json(vars(t)) for t in episodes), "utf-8")
+
+
+def chat(play, cls, tasks: list[dict]):
+    """Play a task for every line that the user types, and print the episode. Ctrl-D ends."""
+    with suppress(EOFError):
+        for number in count():
+            text = input("Task (an empty line: one of the environment's): ")
+            try:
+                task = cls._from_text(text) if text else tasks[number % len(tasks)]
+                print(transcript(play([task], step=number)[0].to_json()))
+            except (ValueError, AttributeError) as error:
+                print(f"[{error}]")
 
 
 if __name__ == "__main__":
-    runpy.run_module("extras.serve.chat", run_name="__main__")
+    if has("serve"):
+        runpy.run_module("extras.serve.chat", run_name="__main__")
+    else:
+        main(Config, command, __doc__)

@@ -32,13 +32,11 @@ from itertools import chain
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          main, nearest, options_for)
-from envs.tasks import RolloutFlags
-from core.run import Run
-from core.data import (data_sources, print_dropped, shuffled_batches, tasks_of, unusable,
-                       without_faults)
+from core.data import data_sources, print_dropped, shuffled_batches, unusable, without_faults
+from envs.tasks import RolloutFlags, tasks_of
 
 import torch
 import torch.nn.functional as F
@@ -48,12 +46,11 @@ from tqdm import tqdm
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
 from core.data import collate
-from schooling import read_trajectories
-from extras.data.pairs import longer, make_pairs, read_pairs, split_pairs, write_pairs
+from episodes import longer, make_pairs, read_trajectories, split_pairs, write_pairs
 from envs.tasks import drop_seen, train_and_held_out, with_env
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import token_logprobs
-from lora import merged
+from lora import merged_to_train
 from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
@@ -319,6 +316,7 @@ def settle(config: Config) -> Config:
 def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
     """Return the pairs of the given files, or [] if none are given: they are then played."""
     if config.dataset:
+        from extras.data.pairs import read_pairs
         return read_pairs(config, tokenizer)
     if not config.trajectories:
         return []
@@ -357,7 +355,7 @@ def reference_sums(model, pairs, config: Config, ranks) -> dict[Trajectory, floa
     sums = torch.zeros(len(episodes), device=model.device)
     batches = ranks.micro_batches(len(episodes), 2 * config.batch_size)
     model.eval()
-    with merged(model):
+    with merged_to_train(model):
         for rows in tqdm(batches, "reference", disable=NO_BAR, leave=False, delay=2):
             token_ids, mask, _ = collate(episodes[rows], model.device)  # (b, T) each
             logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (b, T)
@@ -387,7 +385,7 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> 
     counts = counts_of(pairs)
     metrics = []
     model.eval()
-    with merged(model):
+    with merged_to_train(model):
         for rows in run.micro_batches(len(pairs), "held out"):
             metrics.append(batch_loss(model, pairs[rows], ref_sums, counts, config)[1])
     totals = run.ranks.total(metrics)
@@ -401,7 +399,7 @@ def train(config: Config) -> dict:
     config = settle(config)
     is_given = config.dataset or config.trajectories  # pairs, or episodes to pair
     tasks, test_tasks = train_and_held_out(config, 0 if is_given else config.num_tasks)
-    run = Run(config, "dpo", envs)  # the output folder: logs, checkpoints, result
+    run = Run(config, "dpo")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
@@ -442,7 +440,7 @@ def train(config: Config) -> dict:
             metrics = []
             model.train()
             # The adapter is merged as in reference_sums, so that both round alike.
-            with merged(model):
+            with merged_to_train(model):
                 for rows in run.micro_batches(len(batch), step):
                     loss, numbers = batch_loss(model, batch[rows], ref_sums, counts, config)
                     loss.backward()

@@ -25,11 +25,10 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
                          options_for)
 from envs.tasks import RolloutFlags
-from core.run import Run
 from core.data import (cheapest_order, collect_groups, group_shares, members, per_token,
                        unusable)
 
@@ -42,7 +41,7 @@ from agent import evaluate, rollout, rollout_options
 from envs.tasks import train_and_held_out
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import score, token_logprobs
-from lora import freeze_reference, merged, reference
+from lora import freeze_reference, merged_to_train, reference
 from schooling import teach_tiny
 
 
@@ -371,7 +370,7 @@ def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, confi
     """Return old_logprobs and ref_logprobs, (B, T) each; without a KL penalty None."""
     old_logprobs, ref_logprobs = sampled_logprobs, None
     if config.importance_correction:
-        with merged(model):
+        with merged_to_train(model):
             old_logprobs = score(model, token_ids, mask, config.temperature, run)
     if config.kl_coef:
         with reference(model, start_policy):
@@ -383,7 +382,7 @@ def train(config: Config, collect_groups=collect_groups) -> dict:
     """Sample groups of episodes, compare each with its group, update the policy, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, config.max_samples)
-    run = Run(config, "grpo", envs)  # the output folder: logs, checkpoints, result
+    run = Run(config, "grpo")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
@@ -424,7 +423,7 @@ def train(config: Config, collect_groups=collect_groups) -> dict:
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's
-                with merged(model):
+                with merged_to_train(model):
                     for rows in run.micro_batches(len(batch), step, update):
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each

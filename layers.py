@@ -3,7 +3,6 @@
 Delete the folder extras/, one folder in it, or a line below: core's own takes its place, with the
 same signature, and every program runs and learns without that layer.
 """
-import os
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,19 @@ def has(layer: str) -> bool:
     return Path(__file__).parent.joinpath("extras", layer).is_dir()
 
 
+# A layer of Run is a subclass of core's; all together are one class.
+parts = []
+if has("show"):
+    from extras.show.run import Run as Shown
+    parts.append(Shown)
+if has("exact"):
+    from extras.exact.run import Run as Exact
+    parts.append(Exact)
+if has("ranks"):
+    from extras.ranks import Run as Shared
+    parts.append(Shared)
+if parts:
+    Run = type("Run", tuple(parts), {"__doc__": Run.__doc__})
 if has("adapters"):
     import extras.adapters  # noqa: F401  fills envs.ADAPTERS
 if has("sandbox"):
@@ -28,8 +40,6 @@ if has("isolate"):
     from extras.isolate import sessions  # noqa: F811
 if has("data"):
     import extras.data  # noqa: F401  fills tables of core/data.py and core/config.py
-if has("ranks") and os.environ.get("WORLD_SIZE", "1") != "1":
-    import extras.ranks  # noqa: F401
 if has("rewards"):
     from extras.rewards import rewards_of  # noqa: F811
 if has("show"):
@@ -47,8 +57,7 @@ if has("exact"):
     from extras.exact.loading import sealed
     load_model = sealed(load_model)
 if has("models"):
-    import extras.models.dialects  # noqa: F401  fills the tables of core/tool_calls.py
-    from extras.models import make_engine
+    from extras.models import make_engine  # which also fills the tables of core/tool_calls.py
     from extras.models.probe import probed
     load_model = probed(load_model)
 if has("fast"):

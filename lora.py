@@ -8,7 +8,8 @@ and computes its output with it. Another adapter (DoRA, tests/test_dora.py) is a
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER [--dtype bfloat16]
 
-writes a plain model folder.
+writes a plain model folder, in the dtype of the stored base: --dtype as in the run gives the
+weights that it trained with.
 """
 import argparse
 import math
@@ -20,8 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-# Imported before torch: it sets how torch's threads wait.
-from core.config import UserError, prepare_streams
+from core.config import UserError, prepare_streams  # before torch: sets how its threads wait
 
 import torch
 from torch import nn
@@ -40,8 +40,7 @@ class Adapter(nn.Module):
     Attributes:
         A: (r, in), drawn uniformly as PEFT does (kaiming_uniform with a = sqrt(5)).
         B: (out, r), zero at the start.
-        mode: "beside" adds the update to W x. "merged" has the update in the Linear's weight. "off"
-            leaves W x alone.
+        mode: "beside" adds the update to W x, "merged" has it in the weight, "off" leaves it out.
         frozen: W while the Linear holds the merged weight, else None.
         mergeable: False where the weight cannot hold an update, as one that layers share.
         device: where A and B live, None for beside the weight.
@@ -95,15 +94,11 @@ class Adapter(nn.Module):
         return linear.weight.data if self.frozen is None else self.frozen
 
     def merge(self, linear):
-        """Put the effective weight in place of the frozen one, which `unmerge` brings back.
-
-        One that is not mergeable stays beside its weight.
-        """
-        if not self.mergeable:
-            return
-        self.frozen = weight = self.frozen_weight(linear)
-        self.mode = "merged"
-        linear.weight.data = dithered(self.effective_weight(weight), weight.dtype).to(weight.dtype)
+        """Put the effective weight in place of the frozen one, if the Linear can hold it."""
+        if self.mergeable:
+            self.mode = "merged"
+            self.frozen = W = self.frozen_weight(linear)
+            linear.weight.data = dithered(self.effective_weight(W), W.dtype).to(W.dtype)
 
     def unmerge(self, linear):
         """Go back to "beside"."""
@@ -125,10 +120,7 @@ def adapted_forward(linear, x):
 
 
 class _MergedLoRA(torch.autograd.Function):
-    """The identity on output = (W + scale B A) x, with the gradients that A and B have in it.
-
-    The gradient of x passes through the merged weight.
-    """
+    """The identity on output = (W + scale B A) x, which has gradients for A and B."""
 
     @staticmethod
     def forward(ctx, output, x, A, B, scale):
@@ -146,9 +138,7 @@ class _MergedLoRA(torch.autograd.Function):
 def factor_gradients(x, A, B, grad, scale):
     """Return the gradients of A and B in scale B A x, from that of the output (..., out)."""
     x, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
-    grad_A = (g @ B * scale).T @ x
-    grad_B = ((x @ A.T * scale).T @ g).T
-    return grad_A, grad_B
+    return (g @ B * scale).T @ x, ((x @ A.T * scale).T @ g).T
 
 
 # -------------------------------------------------------------------------------- adding and asking
@@ -159,8 +149,8 @@ def add_lora(model, r: int, alpha: float, dropout: float = 0.0, targets="all-lin
     Args:
         alpha: the scale is alpha / r, with use_rslora (arXiv 2312.03732) alpha / sqrt(r).
         dropout: on the adapter's input, only while training.
-        targets: "all-linear" (every Linear of the text layers: no vision tower, no router, no
-            output head), or names or last parts of names, in a list or with commas between them.
+        targets: "all-linear" (those of the text layers, but for routers and the output head), or
+            names or last parts of names, in a list or with commas between them.
         seed: of the draws for A.
         kind: the class of the adapters.
     """
@@ -210,9 +200,8 @@ def _targeted(model, targets):
 
 def target_names(targets) -> list:
     """Return target modules as a list, which may be given with commas between them."""
-    if isinstance(targets, str):
-        targets = targets.split(",")
-    return [target.strip() for target in targets]
+    names = targets.split(",") if isinstance(targets, str) else targets
+    return [name.strip() for name in names]
 
 
 def linears_of(model) -> dict:
@@ -238,14 +227,6 @@ def adapter_tensors(model) -> dict:
             for leaf, tensor in linear.lora.tensors().items()}
 
 
-def remove_adapters(model, linears, targets: list):
-    """Take the adapters of some Linears away. `targets` names those that keep theirs."""
-    for linear in linears:
-        del linear.lora, linear.forward
-    settings(model).tensors = adapter_tensors(model)
-    settings(model).peft["target_modules"] = targets
-
-
 def whole_policy(module) -> bool:
     """True if the weight alone gives the output: no adapter, a merged one, or one switched off."""
     return not is_adapted(module) or module.lora.mode in ("merged", "off")
@@ -253,24 +234,26 @@ def whole_policy(module) -> bool:
 
 # ------------------------------------------------------------------------------------------ merging
 def merged(model):
-    """Return a context in which the adapted weights are W + scale B A, for an update or a score.
+    """Return a context in which the adapted weights are W + scale B A; W is restored exactly.
 
-    On exit W is restored exactly. A and B still get their gradients, so rollout and update can use
-    the very same weights. Weights in 16 bits are rounded by `dithered`, so that small updates are
-    not lost. Leave the block before the optimizer steps. An adapter with dropout stays beside its
-    weight, because a merged one has no dropout.
+    A and B still get their gradients, so rollout and update can use the very same weights. Weights
+    in 16 bits are rounded by `dithered`, so that small updates are not lost. Leave the block before
+    the optimizer steps. An adapter that is not mergeable stays beside its weight.
+    """
+    return _merged(adapters(model).values())
+
+
+def merged_to_train(model):
+    """Return the same context for an update, and for log-probabilities that are compared with it.
+
+    An adapter with dropout stays beside its weight, because a merged one has no dropout.
     """
     return _merged(linear for linear in adapters(model).values() if not linear.lora.dropout)
 
 
-def merged_to_decode(model):
-    """Return the same context for a rollout, which drops nothing: all adapters are merged."""
-    return _merged(adapters(model).values())
-
-
 @contextmanager
 def _merged(linears):
-    """Inside the block these Linears hold their adapters, but for those that are switched off."""
+    """Inside the block these Linears are merged, but for those that are or are switched off."""
     linears = [linear for linear in linears if not whole_policy(linear)]
     try:
         for linear in linears:
@@ -295,8 +278,7 @@ def merge_adapter(model):
 def freeze_reference(model) -> dict | None:
     """Return a copy of what trains, as it is now, or None if it is an adapter whose B is 0."""
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    counts = any(".lora." not in name or name[-1] == "B" and p.any()
-                 for name, p in frozen.items())
+    counts = any(".lora." not in name or name[-1] == "B" and p.any() for name, p in frozen.items())
     return frozen if counts else None
 
 
@@ -304,13 +286,12 @@ def freeze_reference(model) -> dict | None:
 def reference(model, frozen: dict | None):
     """Inside the block the model is the policy that `freeze_reference` froze.
 
-    `frozen` may be any {name of a parameter: tensor}, such as a moving average that a fork keeps.
-    None switches the adapter off. The policy is merged where the update merges, so that the KL
-    divergence is 0 before the first update.
+    `frozen` may be any {name of a parameter: tensor}, such as a moving average that a fork keeps;
+    None switches the adapter off. It is merged as in the update: the KL divergence begins at 0.
     """
     _exchange(model, frozen)
     try:
-        with merged(model):
+        with merged_to_train(model):
             yield
     finally:
         _exchange(model, frozen)
@@ -339,8 +320,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         path: tiny, a hub id, a model folder, an adapter folder, or an output folder of ours.
         lora_r: rank of a fresh adapter; with an adapter at `path` its training continues. 0 trains
             all weights, into which an adapter is merged first.
-        lora_alpha: None means twice the rank.
-        lora_dropout, lora_target_modules: see `add_lora`.
+        lora_alpha, lora_dropout, lora_target_modules: see `add_lora`. None means twice the rank.
         dtype: of the frozen weights and of the arithmetic. What trains is float32.
         device: None takes a GPU of CUDA, else the CPU.
         seed: of the adapter and of the tiny model.
@@ -348,8 +328,6 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
             unless its training continues.
         read: read(source, dtype, device, seed) -> (model, tokenizer), in place of `read_model`.
         kind: the class of the adapters.
-
-    Raises UserError, one line with the fix.
     """
     path = newest(path)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -358,8 +336,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
                         "give --lora_r, e.g. 16, or --dtype float32")
     source, adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules, kind)
     if adapter["quantized_base"] and not read:
-        raise UserError(f"{path}: is an adapter of weights in {adapter['quantized_base']}, which "
-                        "needs extras/memory")
+        raise UserError(f"{path}: its base is in {adapter['quantized_base']}: needs extras/memory")
     # Weights that train are read and stay in float32.
     kept = DTYPES[dtype] if lora_r or not train else torch.float32
     model, tokenizer = (read or read_model)(source, kept, device, seed)
@@ -400,8 +377,8 @@ def adapt(model, adapter: dict, dropout=0.0, seed=0, folder: str | None = None):
 def _adapter_settings(path, lora_r, alpha, targets, kind) -> tuple[str, dict]:
     """Return the base model and the settings of the adapter at `path`, or of a fresh one.
 
-    Other settings than those of the adapter at `path` are refused: alpha, unless it is None, and
-    targets, unless they are all-linear. Its rank stays, because the flag has a default.
+    UserError refuses other settings than those of the adapter at `path`. Its rank stays, because
+    the flag has a default.
     """
     if not is_adapter(path):
         return path, {"r": lora_r, "lora_alpha": alpha or 2 * lora_r, "target_modules": targets,
@@ -427,16 +404,15 @@ def _adapter_settings(path, lora_r, alpha, targets, kind) -> tuple[str, dict]:
 def merge(source: str, folder: str, dtype: str = "auto", load=load_model):
     """Write the plain model folder, weights and tokenizer, of an adapter or output folder.
 
-    In the run's dtype these are the weights that it sampled with. The folder is whole or absent.
-    `load` is `load_model`, or what layers make of it.
+    The folder is whole or absent. `load` is `load_model`, or what layers make of it.
     """
     place = Path(folder).absolute().parent
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=place) as beside:
-        model, tokenizer = load(source, dtype=dtype, train=False, merge=True)
         whole = Path(beside, "model")
-        model.save_pretrained(whole)
-        tokenizer.save_pretrained(whole)
+        model, tokenizer = load(source, dtype=dtype, train=False, merge=True)
+        for thing in (model, tokenizer):
+            thing.save_pretrained(whole)
         # A model with a vision tower is loaded with these, too.
         for path in Path(facts(model).source).glob("*processor_config.json"):
             shutil.copyfile(path, whole / path.name)
@@ -450,11 +426,9 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lora.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["merge"])
-    parser.add_argument("source", help="an adapter folder, or an output folder (its newest "
-                                       "checkpoint)")
-    parser.add_argument("folder", help="where the model goes: a new folder")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights; auto: as "
-                        "the base is stored; the run's: the weights that it trained with")
+    for name in ("source", "folder"):
+        parser.add_argument(name)
+    parser.add_argument("--dtype", default="auto", choices=DTYPES)
     args = parser.parse_args(words)
     try:
         # The folder may hold the adapter's base, and the adapter would be applied twice.

@@ -26,14 +26,13 @@ from functools import partial
 from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          imitation_learning_rate, main, options_for)
 from envs.tasks import RolloutFlags
-from core.run import Run
 from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
-                       shift_and_scale, shuffled_batches, tasks_of, turn_index, unusable,
-                       without_faults)
+                       shift_and_scale, shuffled_batches, turn_index, unusable, without_faults)
+from envs.tasks import tasks_of
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -41,11 +40,11 @@ from torch.nn.utils import clip_grad_norm_
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
 from core.data import collate
-from schooling import read_trajectories
+from episodes import read_trajectories
 from envs.tasks import drop_seen, recorded_env, train_and_held_out
 from core.model import adamw, is_tiny, scheduled
 from core.logprobs import token_logprobs
-from lora import merged
+from lora import merged_to_train
 from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
@@ -336,7 +335,7 @@ def train(config: Config) -> dict:
     """Collect episodes, weigh each by its reward, imitate them by their weights, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, 0 if config.trajectories else config.max_samples)
-    run = Run(config, "reward_weighted", envs)  # the output folder: logs, checkpoints, result
+    run = Run(config, "reward_weighted")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
@@ -377,7 +376,7 @@ def train(config: Config) -> dict:
                 w = token_weights(weights, loss_mask)  # (B, T)
                 metrics = []
                 # The adapter is merged as in the rollout, so that both round alike.
-                with merged(model):
+                with merged_to_train(model):
                     for rows in run.micro_batches(len(batch), step, update):
                         logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows],
                                                      config.temperature)  # (b, T)

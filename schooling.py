@@ -1,15 +1,13 @@
-"""Episodes that others played, and how the tiny model is taught by them.
+"""Scripted experts, and how they teach the tiny model before another algorithm starts from it.
 
-    demonstrate        environments' scripted experts play, as if a model had played
-    play_expert        an expert of which a share of the actions is wrong, on the tasks of a config
-    read_trajectories  recorded episodes
-    teach_tiny         make the tiny model, teach it the tool format by a short SFT, write base/
+    demonstrate  environments' experts play, as if a model had played
+    play_expert  an expert of which a share of the actions is wrong, on the tasks of a config
+    teach_tiny   make the tiny model, teach it the tool format by a short SFT, write it to base/
 
 sft.py is the same update with all that a run offers: adapters, evaluation, checkpoints, other data.
 """
 import io
 import sys
-import unicodedata
 from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import chain, count, islice
@@ -23,8 +21,7 @@ from tqdm import tqdm
 import envs
 from agent import Episode, Trajectory, ends_on_fault, load_environments
 from core.model import adamw, scheduled
-from core.data import (batches_of_like_length, collate, need, read_as, without_faults,
-                       without_too_long)
+from core.data import batches_of_like_length, collate, without_faults, without_too_long
 from core.logprobs import token_logprobs
 from core.tiny import TINY_SFT
 from envs import Limits
@@ -74,44 +71,6 @@ def play_expert(config, tokenizer, split: str, n: int, noise: float, limits: Lim
              for i, task in enumerate(tasks)]
     limits = replace(limits, max_tokens=sys.maxsize)
     return demonstrate(tokenizer, config.env, tasks, limits, envs.options_of(config))
-
-
-# ------------------------------------------------------------------------------ recorded episodes
-def read_trajectories(path: str, model=None, tokenizer=None) -> list[Trajectory]:
-    """Return the episodes of a trajectories.jsonl, but for those whose environment failed.
-
-    With a model and its tokenizer, episodes of another model are refused.
-    """
-    def episode(row, _):
-        need(row, "token_ids", otherwise="conversations and pairs are given with --dataset, tasks "
-                                         "with --tasks")
-        trajectory = Trajectory.from_json(row)
-        if model:
-            check_tokens(trajectory, model, tokenizer)
-        return trajectory
-
-    return without_faults(read_as(path, episode))
-
-
-def check_tokens(t: Trajectory, model, tokenizer):
-    """Raise ValueError if an episode was recorded with another model's tokenizer.
-
-    That is so if a token id is outside of the model's vocabulary, or if the tokens do not spell the
-    first question of the user.
-    """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    largest = max(t.token_ids)
-    if largest >= vocabulary:
-        raise ValueError(f"token id {largest} is not in this model's vocabulary of {vocabulary}: "
-                         "another model's episode")
-    questions = [str(m.get("content")) for m in t.messages if m.get("role") == "user"]
-    if questions and squeezed(questions[0]) not in squeezed(tokenizer.decode(t.token_ids)):
-        raise ValueError("the tokens do not spell the episode's messages: another model's episode")
-
-
-def squeezed(text: str) -> str:
-    """Return the text without what tokenizers may lose: white space, Unicode's compatible forms."""
-    return unicodedata.normalize("NFKC", "".join(text.split()))
 
 
 # ---------------------------------------------------------------------------------- the tiny model

@@ -4,7 +4,7 @@
     train     AdamW over shuffled epochs; loss and success on held-out data
 
 Demonstrations are episodes of an environment's scripted expert, or what a file holds: recorded
-episodes (--trajectories) or conversations (--dataset, extras/data).
+episodes (--trajectories) or conversations (--dataset, extras/data/demonstrations.py).
 
 Only assistant tokens and their end-of-turn token are trained: prompts, templates and tool results
 are context. The other algorithms train through merged weights, so that an update rounds as the
@@ -23,32 +23,29 @@ Shapes: B sequences, T tokens. Column t of a (B, T) tensor belongs to token t.
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from operator import attrgetter
 
 # Imported before torch: it sets how torch's threads wait.
 from envs.tasks import EnvironmentFlags
-from layers import LayerFlags, load_model
+from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          imitation_learning_rate, main, options_for)
-from core.run import Run
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from core.data import (batches_of_like_length, collate, is_held_out, print_dropped, prompt_of,
-                       shuffled, tasks_of, unseen)
 from agent import evaluate, rollout_options
-from envs.tasks import drop_seen, tasks_for, with_env
-from core.model import adamw, is_tiny, scheduled, steps_of
+from core.data import batches_of_like_length, collate, print_dropped, prompt_of
+from envs.tasks import tasks_of
 from core.logprobs import token_logprobs
-from schooling import play_expert, read_trajectories
+from core.model import adamw, is_tiny, scheduled, steps_of
+from envs.tasks import drop_seen, tasks_for, with_env
+from episodes import HELD_OUT, read_split, read_trajectories
+from schooling import play_expert
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,
         "dtype": "float32"}
-
-HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
 
 @dataclass(kw_only=True)
@@ -95,35 +92,18 @@ def sft_loss(logprobs, loss_mask, num_tokens):
     return -(logprobs * loss_mask).sum() / num_tokens
 
 
-# --------------------------------------------------------------------------- what is learned from
-def read_dataset(config) -> tuple[list, list]:
-    """Return the conversations of --dataset to learn from and the held-out ones; [], [] without it.
-
-    No model is needed, so that a bad row is refused before one is loaded.
-    """
-    if not config.dataset:
-        return [], []
-    from extras.data.demonstrations import content_of, read_demonstrations
-    read = partial(read_demonstrations, config=config)
-    learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
-    # Rows with an id of their own may say the same.
-    return learned, unseen(held_out, learned, content_of)
-
-
+# ----------------------------------------------------------------------------- what is learned from
 def demonstrations(config, conversations, model, tokenizer):
     """Return the episodes to imitate and the held-out ones.
 
-    They are recorded (--trajectories), the conversations of `read_dataset`, or played by the
+    They are recorded (--trajectories), the conversations of --dataset, or played by the
     environment's scripted expert. Those longer than max_tokens are dropped and counted.
     """
     if config.trajectories:
         learned, held_out = read_recorded(config, model, tokenizer)
     elif config.dataset:
-        from extras.data.demonstrations import Encoder, count_control_tokens
-        learned, held_out = conversations
-        count_control_tokens(learned, tokenizer)
-        encode = Encoder(tokenizer, config)
-        learned, held_out = list(map(encode, learned)), list(map(encode, held_out))
+        from extras.data.demonstrations import encoded
+        learned, held_out = encoded(conversations, tokenizer, config)
     else:
         play = partial(play_expert, config, tokenizer, noise=config.expert_noise,
                        limits=envs.limits_of(config))
@@ -154,32 +134,6 @@ def read_recorded(config, model, tokenizer):
         return [t.info.get("task"), prompt_of(t)]
 
     return read_split(read, config.trajectories, task, config)
-
-
-def read_split(read, path, content, config):
-    """Return at most max_samples items to learn from and HELD_OUT others, in random order.
-
-    No content is in both. Held out are the items of --eval_dataset, or a tenth by hash.
-
-    Args:
-        read: a function that returns the items of a file.
-        path: the file to learn from.
-        content: a function that returns what identifies an item, as a JSON value.
-        config: its eval_dataset, max_samples and seed are read.
-    """
-    items = read(path)
-    if config.eval_dataset:
-        learned, held_out = items, unseen(read(config.eval_dataset), items, content)
-    else:
-        held_out = [item for item in items if is_held_out(content(item))]
-        learned = [item for item in items if not is_held_out(content(item))]
-        if not learned:
-            # One or two rows may all be in that tenth.
-            learned, held_out = held_out, []
-    held_out = shuffled(held_out, config.seed)[:HELD_OUT]
-    drawn = shuffled(learned, config.seed)[:config.max_samples]
-    print_dropped(learned, drawn, "demonstrations are not learned from: --max_samples")
-    return drawn, held_out
 
 
 def drop_long(episodes, max_tokens):
@@ -224,8 +178,11 @@ def settle(config: Config) -> Config:
 def train(config: Config) -> dict:
     """Imitate demonstrations: make every token that the demonstrator wrote more likely."""
     config = settle(config)
-    conversations = read_dataset(config)  # first, so that a bad row is refused at once
-    run = Run(config, "sft", envs)  # the output folder: logs, checkpoints, result
+    conversations = None
+    if config.dataset:  # first, so that a bad row is refused at once
+        from extras.data.demonstrations import read_dataset
+        conversations = read_dataset(config)
+    run = Run(config, "sft")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))

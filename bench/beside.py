@@ -35,13 +35,13 @@ def updates(model_path, count, dtype):
     from core.model import adamw
     from layers import load_model
     from core.logprobs import token_logprobs
-    from lora import merged
+    from lora import merged_to_train
     model, _ = load_model(model_path, lora_r=16, dtype=dtype)
     optimizer = adamw(model, lr=1e-5, weight_decay=0.0)
     ids = torch.randint(1000, 40000, (8, 256), generator=torch.Generator().manual_seed(0))
     for _ in range(count):
         began = time.perf_counter()
-        with merged(model):
+        with merged_to_train(model):
             logprobs, _ = token_logprobs(model, ids, torch.ones_like(ids), 1.0)
             logprobs[:, 1:].mean().backward()
         optimizer.step()

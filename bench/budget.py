@@ -250,7 +250,7 @@ def _update(model, optimizer, work: Workload):
     ids = ids.view(work.rows, work.tokens)
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
-    with lora.merged(model) if work.merge else nullcontext():
+    with lora.merged_to_train(model) if work.merge else nullcontext():
         new_logprobs, entropy = logprobs.token_logprobs(
             model.train(), ids, mask, work.temperature)
         # A real loss adds (rows, tokens) tensors, which are nothing beside the logits.

@@ -20,10 +20,10 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from core.data import json_rows, transcript, whole
+from core.data import transcript, whole
+from extras.show.notes import log_rows
 from core.config import UserError, printable, read_yaml, reading
-from extras.exact.files import replace_file  # noqa: E402
-from extras.exact.output_folder import CONFIG, EPISODES  # noqa: E402
+from core.run import CONFIG, EPISODES, write_whole  # noqa: E402
 from extras.show.curves import number  # noqa: E402
 from extras.show.report import logs_of, program_of, result_of, wilson  # noqa: E402
 
@@ -271,7 +271,7 @@ def late_episodes(record, path):
 def read_episodes(path):
     """Return the episodes of a file without their tokens. Where no step is stated it is -1."""
     episodes = []
-    for line, episode in json_rows(path, is_log=True):
+    for line, episode in log_rows(path):
         with reading(path, line):
             episode = {"step": -1, "reward_parts": {}, **episode, "reward": float(episode["reward"])}
             episode["info"] = {"tool_calls": 0, "tool_errors": 0, **episode["info"]}
@@ -370,7 +370,7 @@ def write_report(names, output="report.md"):
     """Write the comparison of several runs, in the order given, and return its path."""
     text, notes = comparison(names)
     try:
-        replace_file(Path(output), whole(text))
+        write_whole(Path(output), whole(text))
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror})") from None
     for note in dict.fromkeys(notes):

@@ -276,8 +276,8 @@ def trainer_numbers(model, ids, mask):
     import torch
 
     from core.logprobs import token_logprobs
-    from lora import adapters, merged
-    with merged(model):
+    from lora import adapters, merged_to_train
+    with merged_to_train(model):
         logprobs, _ = token_logprobs(model.train(), ids.to(model.device), mask.to(model.device))
         weights = torch.arange(logprobs.numel(), device=logprobs.device).view(logprobs.shape).cos()
         (logprobs * weights).sum().backward()
@@ -453,6 +453,7 @@ def counted(config) -> dict:
     from bench.budget import measure
     from bench.memory import workload
     from core.config import options_for
+    from layers import load_model
     peaks = measure({"path": config.model_path, **options_for(load_model, config)},
                     workload(grpo, config, config.memory), device().type)
     return {phase: peaks[phase] / MIB for phase in ("update", "rollout")}
@@ -611,7 +612,7 @@ def update(args, folder: str) -> dict:
 
     from layers import load_model
     from core.logprobs import token_logprobs
-    from lora import merged
+    from lora import merged_to_train
     result = {}
     for memory in ("plain", "checkpoint"):
         for rows in (8, 1):
@@ -623,7 +624,7 @@ def update(args, folder: str) -> dict:
                 times = []
                 for _ in range(1 + args.repeats):
                     began = now()
-                    with merged(model):
+                    with merged_to_train(model):
                         token_logprobs(model, ids, mask)[0].sum().backward()
                     times.append(now() - began)
                 result[f"{memory}, {rows} rows"] = {

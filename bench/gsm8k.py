@@ -161,9 +161,9 @@ def is_played(episodes):
 
 def read(episodes):
     """Return the episodes of a file."""
-    from agent import Trajectory
+    from episodes import trajectory_of
     with open(episodes, encoding="utf-8") as file:
-        return [Trajectory.from_json(json.loads(line)) for line in file]
+        return [trajectory_of(json.loads(line)) for line in file]
 
 
 def talk(args, name):

@@ -188,7 +188,7 @@ def worker(args):
     else:
         adapter, rewards = train_ours(base, folder, seed, args.steps, passes)
     times = clock.read()
-    from extras.exact.process import peak_memory_mb
+    from core.run import peak_memory_mb
     memory = round(peak_memory_mb())
     model, tokenizer = load_model(str(adapter), train=False)
     after = exam(model, tokenizer, args.tasks)
@@ -240,7 +240,7 @@ def our_gradient(model, tokenizer, config):
     from core.data import collate
     from agent import rollout, rollout_options
     from core.logprobs import token_logprobs
-    from lora import merged, reference
+    from lora import merged_to_train, reference
     config = grpo.settle(config)
     tasks = draw_tasks(load_tasks("equations", "train", 10_000, config.seed), config.seed, 0,
                        TASKS_PER_STEP, 0, TASKS_PER_STEP)
@@ -250,7 +250,7 @@ def our_gradient(model, tokenizer, config):
     counts = grpo.Counts(len(batch), int(mask.sum()), config.max_tokens)
     with reference(model, None):
         ref_logprobs = token_logprobs(model, token_ids, mask)[0].detach()
-    with merged(model):
+    with merged_to_train(model):
         logprobs, entropy = token_logprobs(model, token_ids, mask)
         loss, _ = grpo.total_loss(config, counts, logprobs, entropy, sampled, ref_logprobs,
                                   advantages, mask)

@@ -34,7 +34,7 @@ def taught_base(out) -> str:
         return str(base)
     import grpo
     from schooling import teach_tiny
-    from core.distributed import join
+    from extras.ranks import join
     config = grpo.Config(output_dir=str(out))
     run = SimpleNamespace(folder=Path(out), ranks=join(), begin=lambda: None)
     return teach_tiny(config, run)

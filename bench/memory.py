@@ -24,7 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.budget import MIB, Workload, measure  # noqa: E402
-from core.config import parse, UserError, options_for
+from core.config import UserError, options_for, parse  # noqa: E402
+from layers import load_model  # noqa: E402
 from extras.memory.techniques import SETTINGS, techniques  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402
 
@@ -141,7 +142,7 @@ def workload(algorithm, config, memory: str) -> Workload:
     return Workload(
         sequences, config.max_tokens, getattr(config, "temperature", 1.0),
         # sft updates with the adapter beside the weights, the others with it merged.
-        merge=hasattr(algorithm, "merged"),
+        merge=hasattr(algorithm, "merged_to_train"),
         # The weights at the start are kept for a KL penalty.
         keep_start=bool(getattr(config, "kl_coef", 0)),
         decode_rows=min(episodes, most), group_size=group_size,

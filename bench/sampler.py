@@ -236,10 +236,10 @@ def kept(values, truth):
 def logprobs_of(model, prefixes, candidates):
     """Return the log-probabilities of the candidates after each prefix, as the update has them."""
     import torch
-    from lora import merged
+    from lora import merged_to_train
     values = []
     model.eval()
-    with torch.no_grad(), merged(model):
+    with torch.no_grad(), merged_to_train(model):
         for ids, tokens in zip(prefixes, candidates):
             logits = model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1].float()
             values.append(logits.log_softmax(0)[tokens])

@@ -101,7 +101,7 @@ def tell(step: dict, model, args):
     """Print the line of a step for the parent. step: "step" and "rollout" in wall seconds, "cpu" in CPU seconds."""
     import torch
 
-    from extras.exact.process import peak_memory_mb
+    from core.run import peak_memory_mb
     frozen = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad}
     trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     line = {"step_seconds": step["step"], "rollout_seconds": step["rollout"],

@@ -34,3 +34,17 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # Torch 2.11 says on a GPU that the thread of its first backward pass had no context yet.
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+
+
+def __getattr__(name: str):
+    """Return what users import from here: `from core import token_logprobs, save_model`.
+
+    Its modules import torch, so they are loaded when they are asked for.
+    """
+    if name == "token_logprobs":
+        from core.logprobs import token_logprobs as value
+    elif name == "save_model":
+        from core.model import save_model as value
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return value

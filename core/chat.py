@@ -103,8 +103,9 @@ class Chat:
         if not self.native_tools:
             lines = [content] if content else []
             for call in calls:
+                call = re.sub(f"[{BEGIN}{END}]", "", json.dumps(call, ensure_ascii=False))
                 # DeepSeek's templates cut an assistant's text at this tag.
-                call = json.dumps(call, ensure_ascii=False).replace("</think>", "<\\/think>")
+                call = call.replace("</think>", "<\\/think>")
                 lines.append(f"<tool_call>\n{call}\n</tool_call>")
             content, calls = "\n".join(lines), []
         if len(calls) > 1 and self.shows_one_call:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import unicodedata
 import zlib
 from collections import Counter, defaultdict
 
@@ -19,13 +18,6 @@ from core.config import UserError, mix, printable, reading, say_once
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
-# What a row with such a column is, and how its file is given.
-ROW_KINDS = {
-    "token_ids": "a recorded episode is given with --trajectories",
-    "chosen": "a pair is given to dpo.py with --dataset",
-    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
-                    "a conversation is given to sft.py with --dataset"),
-}
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -102,25 +94,15 @@ def to_json(value, indent=None):
 
 
 # -------------------------------------------------------------------------------------------- rows
-def json_rows(path, wanted=None, is_log=False):
-    """Yield (line number, row) of a .jsonl file, or only of its `wanted` lines.
-
-    Of a log a last line is left out that was cut when the run was killed.
-    """
+def json_rows(path):
+    """Yield (line number, row) of a .jsonl file."""
     for number, text in lines_of(path):
-        if not text.strip() or (wanted is not None and number not in wanted):
-            continue
-        try:
-            with reading(path, number):
-                if text.startswith("["):
-                    raise ValueError("a JSON list; write one object per line, or name the "
-                                     "file .json")
-                row = parse_object(text)
-        except UserError:
-            if is_log and not text.endswith("\n"):
-                return
-            raise
-        yield number, row
+        with reading(path, number):
+            if text.startswith("["):
+                raise ValueError("a JSON list; write one object per line, or name the file .json")
+            row = parse_object(text) if text.strip() else None
+        if row is not None:
+            yield number, row
 
 
 def read_rows(source: str):
@@ -171,72 +153,9 @@ def read_data(data: str, fields: str | None = None, seed: int = 0):
     yield from MIXERS[-1](data_sources(data), fields, seed)
 
 
-def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
-    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
-
-    A ValueError of `convert` becomes a UserError that names the place.
-    """
-    for place, row in read_data(data, fields, seed):
-        with reading(place):
-            item = convert(row, place)
-        yield item
-
-
-def need(row: dict, *fields: str, otherwise: str = ""):
-    """Raise ValueError if the row lacks one of the fields.
-
-    The message says how a row of another kind is given, or what is missing, and `otherwise`.
-    """
-    columns = ", ".join(row)
-    for name in fields:
-        if row.get(name) is None:
-            wanted = {None, *map(ROW_KINDS.get, fields)}
-            kinds = [kind for kind in map(ROW_KINDS.get, row) if kind not in wanted]
-            if kinds:
-                raise ValueError(f"{kinds[0]}; the row has: {columns}")
-            hint = otherwise and f"; {otherwise}"
-            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
-            raise ValueError(f"{wrong}; has: {columns}{hint}")
-
-
-def as_messages(value, name: str, role: str | None = None) -> list[dict]:
-    """Return a field's messages as a list. With a role it may also be one message, or its text."""
-    for our_form in MESSAGE_FORMS:
-        value = our_form(value)
-    if role and isinstance(value, str):
-        value = {"role": role, "content": value}
-    if role and isinstance(value, dict):
-        value = [value]
-    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return value
-    kind = "text or a list" if role else "a list"
-    raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
-
-
-def json_of(content) -> str:
-    """Return the JSON by which two contents are compared."""
-    return json.dumps(finite(content), sort_keys=True)
-
-
 def split_of(text: str) -> str:
     """Return "test" for a tenth of all texts, by their hash, else "train": none changes sides."""
     return "train" if zlib.crc32(text.encode()) % 10 else "test"
-
-
-def is_held_out(content) -> bool:
-    """True for a tenth of all contents, by their hash."""
-    return split_of(json_of(content)) == "test"
-
-
-def unseen(held_out: list, training: list, content) -> list:
-    """Return the held-out items that are no training items, and print how many were dropped.
-
-    `content` is a function that returns what identifies an item, as a JSON value.
-    """
-    seen = {json_of(content(item)) for item in training}
-    kept = [item for item in held_out if json_of(content(item)) not in seen]
-    print_dropped(held_out, kept, "held-out rows are also in the training data: dropped")
-    return kept
 
 
 def print_dropped(items: list, kept: list, words: str):
@@ -377,73 +296,9 @@ def transcript(episode: dict) -> str:
     return "\n".join([*message_lines(episode["messages"]), printable(end)])
 
 
-def problem(episode: dict) -> str | None:
-    """Return why no algorithm may learn from an episode (agent.Trajectory as a dict), or None.
-
-    Raises TypeError or AttributeError for a field of another type.
-    """
-    for name, kind in (("group_id", str | int), ("info", dict), ("messages", list)):
-        if not isinstance(episode[name], kind):
-            return f"{name} is a {type(episode[name]).__name__}"
-    token_ids, loss_mask = episode["token_ids"], episode["loss_mask"]
-    lengths = len(token_ids), len(loss_mask), len(episode["logprobs"])
-    if not token_ids or len(set(lengths)) > 1:
-        return f"token_ids, loss_mask, logprobs have lengths {lengths}"
-    if not all(type(token) is int and token >= 0 for token in token_ids):
-        return "token_ids must be integers >= 0"
-    if not all(type(flag) is int and flag in (0, 1) for flag in loss_mask):
-        return "loss_mask must be 0 or 1"
-    if loss_mask[0] == 1:
-        return "loss_mask[0] is 1, but nothing precedes the first token"
-    numbers = [*episode["logprobs"], episode["reward"], *episode["rewards"],
-               *episode["reward_parts"].values()]
-    return None if all(map(is_finite, numbers)) else "logprobs and rewards must be finite numbers"
-
-
 def is_finite(number) -> bool:
     """True for a number that arithmetic does not overflow, False for NaN and infinity."""
     return type(number) in (int, float) and -1e300 < number < 1e300
-
-
-def read_episodes(path: str, from_json, model=None, tokenizer=None) -> list:
-    """Return from_json(row) of a trajectories.jsonl, but for episodes whose environment failed.
-
-    With a model and its tokenizer, episodes of another model are refused.
-    """
-    def episode(row, _):
-        need(row, "token_ids", otherwise="conversations and pairs are given with --dataset, tasks "
-                                         "with --tasks")
-        t = from_json(row)
-        if model:
-            check_tokens(t, model, tokenizer)
-        return t
-
-    return without_faults(read_as(path, episode))
-
-
-def check_tokens(t, model, tokenizer):
-    """Raise ValueError if an episode was recorded with another model's tokenizer.
-
-    Then a token id is outside of the vocabulary, or the tokens do not spell the first question.
-    """
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if max(t.token_ids) >= vocabulary:
-        raise ValueError(f"token id {max(t.token_ids)} is not in this model's vocabulary of "
-                         f"{vocabulary}: another model's episode")
-    questions = [str(m.get("content")) for m in t.messages if m.get("role") == "user"]
-    if questions and _squeezed(questions[0]) not in _squeezed(tokenizer.decode(t.token_ids)):
-        raise ValueError("the tokens do not spell the episode's messages: another model's episode")
-
-
-def _squeezed(text: str) -> str:
-    """Return the text without what tokenizers may lose: white space, Unicode's compatible forms."""
-    return unicodedata.normalize("NFKC", "".join(text.split()))
-
-
-def tasks_of(episodes) -> list[dict]:
-    """Return the tasks that episodes recorded."""
-    tasks = [t.info.get("task") for t in episodes]
-    return [task for task in tasks if isinstance(task, dict)]
 
 
 def unusable(episodes: list) -> str | None:

@@ -42,7 +42,8 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     computed from it in float32, such as values V = value_head(hidden), gets plain gradients.
     """
     used = used_columns(loss_mask)  # what follows them changes nothing before it
-    hidden, index = hidden_states(model, token_ids[:, :used], loss_mask[:, :used])  # (N, D), (B, used)
+    # (N, D), (B, used)
+    hidden, index = hidden_states(model, token_ids[:, :used], loss_mask[:, :used])
     predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
     head = model.get_output_embeddings()
     # Mamba's layers add up in float32.

@@ -42,33 +42,20 @@ PLACES = {"layers_to_transform", "exclude_modules"}
 
 @dataclass
 class Facts:
-    """What this project knows of a model beyond its weights. It stands at `model.facts`.
+    """What this project knows of a model beyond its weights. It stands at `model.facts`."""
 
-    Attributes:
-        source: the base model's folder, its hub id, or "tiny".
-        seed: the seed of the tiny model's random weights.
-        kind: the class of its adapters, None for `lora.Adapter`.
-        shares_prefix: True if rows that begin alike may go through as one packed row.
-        refuses_engine: why the engine cannot decode this model, "" if it can.
-        decode_rows: how many episodes decode at once.
-        stored_as: the form of the frozen weights, as an adapter's file names it; "" as they were.
-        fused_adamw: True takes AdamW's fused kernel, the fastest one on a CPU. None lets torch choose.
-        techniques: what makes its training smaller, None if nothing does.
-        refuses_graphs: True if a decode step of this model could not become a CUDA graph.
-        token_bytes, state_bytes: of the engine's cache, for a token of a row and for a row.
-    """
-    source: str = ""
-    seed: int = 0
-    kind: type | None = None
-    shares_prefix: bool = False
-    refuses_engine: str = ""
-    decode_rows: int = 128
-    stored_as: str = ""
-    fused_adamw: bool | None = None
-    techniques: object = None
-    refuses_graphs: bool = False
-    token_bytes: int = 0
-    state_bytes: int = 0
+    source: str = ""  # the base model's folder, its hub id, or "tiny"
+    seed: int = 0  # of the tiny model's random weights
+    kind: type | None = None  # the class of its adapters, None for lora.Adapter
+    shares_prefix: bool = False  # rows that begin alike may go through as one packed row
+    refuses_engine: str = ""  # why the engine cannot decode this model, "" if it can
+    decode_rows: int = 128  # episodes that decode at once
+    stored_as: str = ""  # the form of the frozen weights, as an adapter's file names it
+    fused_adamw: bool | None = None  # True takes AdamW's fused kernel, None lets torch choose
+    techniques: object = None  # what makes its training smaller, None if nothing does
+    refuses_graphs: bool = False  # a decode step could not become a CUDA graph
+    token_bytes: int = 0  # of the engine's cache, for a token of a row
+    state_bytes: int = 0  # of the engine's cache, for a row
 
 
 def facts(model) -> Facts:
@@ -80,18 +67,12 @@ def facts(model) -> Facts:
 
 @dataclass
 class Settings:
-    """The adapter that `lora.add_lora` gave a model. It stands at `model.lora_settings`.
+    """The adapter that `lora.add_lora` gave a model. It stands at `model.lora_settings`."""
 
-    Attributes:
-        peft: what adapter_config.json says of the adapter, in PEFT's names.
-        tensors: {name in PEFT's files: parameter} of what the adapter's file holds.
-        all_linear: True if the targets were not named.
-        fresh: False if the adapter was read from a folder.
-    """
-    peft: dict
-    tensors: dict
-    all_linear: bool = False
-    fresh: bool = True
+    peft: dict  # what adapter_config.json says of the adapter, in PEFT's names
+    tensors: dict  # {name in PEFT's files: parameter} of what the adapter's file holds
+    all_linear: bool = False  # the targets were not named
+    fresh: bool = True  # the adapter was not read from a folder
 
 
 def settings(model) -> Settings | None:
@@ -99,7 +80,7 @@ def settings(model) -> Settings | None:
     return getattr(model, "lora_settings", None)
 
 
-# --------------------------------------------------------------------------------- where a path leads
+# ------------------------------------------------------------------------------ where a path leads
 def checkpoints(output_dir) -> list[Path]:
     """Return the paths of all checkpoints/step_NNNNNN with a state.json, the newest last."""
     files = Path(output_dir).glob("checkpoints/step_*/state.json")
@@ -145,7 +126,7 @@ def is_tiny(model_path: str) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------ reading a model
+# --------------------------------------------------------------------------------- reading a model
 def from_pretrained(folder: str, config, dtype, device):
     """Read a model as transformers does. UserError names weights that are missing."""
     model, report = auto_class(config).from_pretrained(
@@ -281,7 +262,7 @@ def adopt_tokenizer(model, tokenizer, path):
         config._original_object_hash = hash(config)
 
 
-# --------------------------------------------------------------------------------- writing what trains
+# ------------------------------------------------------------------------------ writing what trains
 def save_model(model, folder: str):
     """Write the adapter in PEFT's format, or, when all weights train, a model folder.
 
@@ -420,7 +401,7 @@ def _check_plain_lora(config, entries):
         raise ValueError("lora_alpha and r must be above 0, and r a whole number")
 
 
-# ----------------------------------------------------------------------------------- the training state
+# -------------------------------------------------------------------------------- the optimizer
 def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
     """Return AdamW over what trains in the model. The loop sets each step's rate by `scheduled`.
 

@@ -173,6 +173,24 @@ def with_options(cls, options: dict | None) -> type:
     return type(cls.__name__, (cls,), {"options": declared | given, "__module__": cls.__module__})
 
 
+def load_environments(tokenizer, env_names, generation_config, env_options) -> tuple[dict, dict]:
+    """Return the class and the Chat of every environment, by its name.
+
+    They are those that the caller names: data never chooses which code runs. `env_options` are
+    what `options_of` returns.
+    """
+    # Who only loads a class needs no templates.
+    from core.chat import Chat
+    classes = {name: with_options(load(name), env_options)
+               for name in names_of(env_names)}
+    try:
+        chats = {name: Chat(tokenizer, schemas(cls), generation_config)
+                 for name, cls in classes.items()}
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return classes, chats
+
+
 def options_of(config) -> dict:
     """Return what --env_options says by name, and "unsafe_code": True where the flag is given."""
     options = {"unsafe_code": True} if config.unsafe_code else {}

@@ -252,6 +252,6 @@ def command(config: Config):
 
 
 if __name__ == "__main__":
-    # Environments of other packages, and readers of tables. No module of this folder imports it.
+    # Environments of other packages, and readers of tables.
     import layers  # noqa: F401
     run(command, __doc__)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from unicodedata import normalize
 
-from extras.rewards import spaced
+from envs.answers import spaced
 from core.data import read_rows, read_text
 from core.config import UserError
 

@@ -18,7 +18,6 @@ from envs.tasks import tasks_for
 from envs.tasks import EnvironmentFlags
 from core.config import UserError, flag, main, printable
 from core.tool_calls import parse_tool_calls
-import extras.models.dialects  # noqa: F401  which reads what a person writes, name(x=1)
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 
@@ -129,6 +128,6 @@ def run(command, doc: str):
 
 
 if __name__ == "__main__":
-    # Environments of other packages, and readers of tables. No module of this folder imports it.
+    # Environments of other packages, readers of tables, and calls written as name(x=1).
     import layers  # noqa: F401
     run(command, __doc__)

@@ -3,7 +3,7 @@ answers in one turn. What an answer is worth is for --rewards to say: of all col
 """
 import inspect
 
-from core.data import as_messages
+from core.data import MESSAGE_FORMS
 from core.tool_calls import check_call
 
 
@@ -22,6 +22,20 @@ class Prompts:
     @staticmethod
     def _from_text(text: str) -> dict:
         return {"prompt": text}
+
+
+def as_messages(value, name: str, role: str | None = None) -> list[dict]:
+    """Return a field's messages as a list. With a role it may also be one message, or its text."""
+    for our_form in MESSAGE_FORMS:
+        value = our_form(value)
+    if role and isinstance(value, str):
+        value = {"role": role, "content": value}
+    if role and isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
+        return value
+    kind = "text or a list" if role else "a list"
+    raise ValueError(f'"{name}" must be {kind} of {{"role": ..., "content": ...}}')
 
 
 def opening(reset, task: dict, observation: str) -> list[dict]:
@@ -60,3 +74,12 @@ def as_past(message: dict) -> dict:
     if calls:
         message = {**message, "content": message.get("content") or "", "tool_calls": calls}
     return {**message, "loss": 0}
+
+
+def trl_message(message: dict) -> dict:
+    """Return a message of an episode as TRL holds it, whose calls are those of functions."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [call if "function" in call else {"type": "function", "function": call}
+             for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}

@@ -15,42 +15,35 @@ pasting what a tool said earns nothing.
 of .txt and .md files, or a .jsonl file of rows {"title", "text"}. Questions on them come from
 --tasks, in rows {"question", "answer"}; the scripted expert cannot answer those.
 """
+import json
 import random
 import re
 import string
 from collections import Counter, defaultdict
 from itertools import chain
+from pathlib import Path
 from typing import Literal
 
-from envs.corpus import Corpus, files_of, read_corpus
-from extras.rewards import alternatives, normalized
 from core.config import UserError
-from envs.corpus import beginning
 from core.data import split_of
+from envs.answers import alternatives, normalized
+from envs.corpus import Corpus, beginning, files_of, read_corpus
 
+CONTENT = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Relation, what has it, the kind of its value, a sentence that states it.
-FACTS = """
-founder project,town person {} was founded by {}.
-engineer project,town person {} was built by {}.
-site project town {} stands in {}.
-senior person person {} reports to {}.
-junior person person {} trains {}.
-home person town {} lives in {}.
-day project,person,town date The first day of {} was {}.
-"""
-FACTS = [line.split(maxsplit=3) for line in FACTS.strip().splitlines()]
+FACTS = CONTENT["facts"]
 # Three ways to state a relation: the first is that of level 1.
 FORMS = {relation: (f"{relation}: {{1}}.", f"The {relation} of {{}} is {{}}.", sentence)
          for relation, _, _, sentence in FACTS}
 # The relation that a noisy expert takes for this one.
-MISTAKEN = {"founder": "engineer", "engineer": "founder", "senior": "junior", "junior": "senior"}
+MISTAKEN = CONTENT["mistaken"]
 # Level -> hops, questions asked of one archive, and how many it has of each of NAMES. With
 # many questions on each, the tiny model memorizes archives instead of reading.
 LEVELS = {1: (2, 1, (2, 6, 0)), 2: (2, 5, (6, 12, 4)), 3: (3, 10, (10, 20, 6))}
-NAMES = {"project": "Project {}", "person": "{}", "town": "{}burg"}
-SYLLABLES = "al bren cor dun el far gim hol ing kes lor mar nev os pel quin ros sten tor".split()
+NAMES = CONTENT["names"]
+SYLLABLES = CONTENT["syllables"]
 WORDS = [first.capitalize() + second for first in SYLLABLES for second in SYLLABLES]
-MONTHS = "January February March April May June July August September October".split()
+MONTHS = CONTENT["months"]
 
 MAX_SHOWN = 100  # characters that a search shows of a document
 MAX_EXTRA = 3  # an answer of more words than these and twice the right ones earns nothing

@@ -1,4 +1,5 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
+import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
@@ -8,8 +9,7 @@ from tqdm import tqdm
 
 import envs
 from core.config import NO_BAR, UserError, auto, flag, reading
-from core.data import (is_held_out, json_of, need, print_dropped, read_as, read_data, shuffled,
-                       unseen)
+from core.data import finite, print_dropped, read_data, shuffled, split_of
 
 needed = cache(envs.needed)  # a file may have a million rows
 
@@ -244,3 +244,68 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     train = tasks_for(config, "train", n, files, holds_out=config.eval_tasks > 0)
     held_out = tasks_for(config, "test", config.eval_tasks, files)
     return train, drop_seen(held_out, train)
+
+
+# ----------------------------------------------------------------------------------- rows of any file
+# What a row with such a column is, and how its file is given.
+ROW_KINDS = {
+    "token_ids": "a recorded episode is given with --trajectories",
+    "chosen": "a pair is given to dpo.py with --dataset",
+    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
+                    "a conversation is given to sft.py with --dataset"),
+}
+
+
+def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
+    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
+
+    A ValueError of `convert` becomes a UserError that names the place.
+    """
+    for place, row in read_data(data, fields, seed):
+        with reading(place):
+            item = convert(row, place)
+        yield item
+
+
+def need(row: dict, *fields: str, otherwise: str = ""):
+    """Raise ValueError if the row lacks one of the fields.
+
+    The message says how a row of another kind is given, or what is missing, and `otherwise`.
+    """
+    columns = ", ".join(row)
+    for name in fields:
+        if row.get(name) is None:
+            wanted = {None, *map(ROW_KINDS.get, fields)}
+            kinds = [kind for kind in map(ROW_KINDS.get, row) if kind not in wanted]
+            if kinds:
+                raise ValueError(f"{kinds[0]}; the row has: {columns}")
+            hint = otherwise and f"; {otherwise}"
+            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
+            raise ValueError(f"{wrong}; has: {columns}{hint}")
+
+
+def json_of(content) -> str:
+    """Return the JSON by which two contents are compared."""
+    return json.dumps(finite(content), sort_keys=True)
+
+
+def is_held_out(content) -> bool:
+    """True for a tenth of all contents, by their hash."""
+    return split_of(json_of(content)) == "test"
+
+
+def unseen(held_out: list, training: list, content) -> list:
+    """Return the held-out items that are no training items, and print how many were dropped.
+
+    `content` is a function that returns what identifies an item, as a JSON value.
+    """
+    seen = {json_of(content(item)) for item in training}
+    kept = [item for item in held_out if json_of(content(item)) not in seen]
+    print_dropped(held_out, kept, "held-out rows are also in the training data: dropped")
+    return kept
+
+
+def tasks_of(episodes) -> list[dict]:
+    """Return the tasks that episodes recorded."""
+    tasks = [t.info.get("task") for t in episodes]
+    return [task for task in tasks if isinstance(task, dict)]

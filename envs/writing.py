@@ -19,47 +19,32 @@ and its last word is no determiner or preposition. Success means that all of thi
 
 What this cannot see is meaning and most of grammar: nonsense in the form of sentences gets full
 marks, the tense of a verb after a noun is not read, and a rhyme is one by its letters. A judge of
-one's own is given with --rewards module:function. --env_options level=2 chooses the level.
+one's own is given with --rewards module:function. --env_options level=2 chooses the level. The
+lists of words are in writing.json.
 """
+import json
 import random
 import re
-from itertools import pairwise
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Literal
 
 from core.data import split_of
 
-PRONOUNS = {"first": "i we me us my our mine ours myself ourselves".split(),
-            "second": "you your yours yourself yourselves".split(),
-            "third": "he she they him her them his their hers theirs himself herself".split()}
-SUBJECTS = {"first": "I", "second": "you", "third": "she"}  # of the expert's sentences
-DETERMINERS = "a an the my our your his their every".split()
-PREPOSITIONS = """of at by for from in into on onto to with without near beside under over behind
-before after through across""".split()
-FUNCTION_WORDS = {*sum(PRONOUNS.values(), []), *DETERMINERS, *PREPOSITIONS, *"""and or but so if as
-that than then there this these those it its is are was were am be been has have had do does did
-will would can could not when while who which""".split()}
+LISTS = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+PRONOUNS = LISTS["pronouns"]  # of the first, second and third person
+DETERMINERS = LISTS["determiners"]
+PREPOSITIONS = LISTS["prepositions"]
+FUNCTION_WORDS = {*chain(*PRONOUNS.values()), *DETERMINERS, *PREPOSITIONS, *LISTS["function_words"]}
 # Past forms that do not end in -ed: did is that of didn't, too, and d of I'd.
-PAST = """was were had d did could would became began bent bit blew bought brought broke built
-came caught chose clung crept dealt drank drew drove dug ate fell felt fled flung fought found
-flew forgot froze gave went grew heard held hid hung kept knelt knew laid led left lent lit lost
-made meant met paid rode rang rose ran said sank saw sold sent sang sat shone shook shot slept
-slid sought spoke spent spun stood stole struck stuck swam swept swung took taught told tore
-thought threw understood woke wore won wound wept wrote""".split()
-SAME = "cut hit hurt lay let put read set shut split spread".split()  # present and past
-PRESENT = "need feed bleed heed speed exceed proceed succeed".split()  # though they end in -ed
-ADVERBS = "never always often also just still soon once ever even not".split()  # without -ly
-NOUNS = """lantern basket window mirror garden letter candle ladder blanket hammer kettle ribbon
-saddle needle bottle feather compass violin trumpet barrel carpet pillow hatchet locket""".split()
+PAST = LISTS["past"]
+SAME = LISTS["same"]  # present and past
+PRESENT = LISTS["present"]  # though they end in -ed
+ADVERBS = LISTS["adverbs"]  # without -ly
 # What the expert writes with. A verb stands in the first and second person, the third, the past.
-VERBS = """carry/carries/carried find/finds/found keep/keeps/kept hold/holds/held see/sees/saw
-paint/paints/painted hide/hides/hid clean/cleans/cleaned mend/mends/mended""".split()
-PLACES = ("beside the old mill,near the quiet harbour,under a grey sky,across the wide square,"
-          "behind the tall church,on the long road").split(",")
-OPENERS = ("After dinner,By noon,Carefully,During lunch,Each evening,For once,Gladly,Here,In May,"
-           "Later,Many times,Nearby,Often,Perhaps,Right there,Slowly,Then,With care").split(",")
-ACROSTICS = "BRAND STONE CLAMP FROST BREAD GRAIN PLANT MINTS WORDS".split()
-RHYMES = {"ight": "night light sight flight height fight".split(),
-          "ain": "rain train grain chain drain plain".split()}
+NOUNS, VERBS, PLACES, OPENERS = (LISTS[name] for name in ("nouns", "verbs", "places", "openers"))
+RHYMES = LISTS["rhymes"]
+SUBJECTS = {"first": "I", "second": "you", "third": "she"}  # of the expert's sentences
 
 
 def words_of(text: str) -> list[str]:
@@ -228,7 +213,7 @@ class Writing:
         for i, verb in enumerate(rng.sample(VERBS, count)):
             is_spare = i >= len(self._words) or rng.random() < self._noise
             noun = others[i] if is_spare else self._words[i]
-            action = f"{SUBJECTS[self._person]} {verb.split('/')[form]} the {noun}"
+            action = f"{SUBJECTS[self._person]} {verb[form]} the {noun}"
             sentences.append(f"{openers[i]} {action} {places[i]}.")
         return [{"name": "write_paragraph", "arguments": {"text": " ".join(sentences)}}]
 
@@ -242,7 +227,7 @@ class Writing:
         while len(tasks) < (n or 10_000):
             words = sorted(rng.sample(NOUNS, 4))
             if split_of(" ".join(words)) == split:
-                acrostic = rng.choice(ACROSTICS) if level == 2 else ""
+                acrostic = rng.choice(LISTS["acrostics"]) if level == 2 else ""
                 sentences = len(acrostic) or rng.randint(4, 6)
                 tasks.append({
                     "words": words, "min_words": 8 * sentences, "max_words": 12 * sentences,

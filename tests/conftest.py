@@ -27,8 +27,9 @@ def all_layers():
 @pytest.fixture(scope="session", autouse=True)
 def few_held_out():
     """A hundred demonstrations to evaluate take longer than the few steps of a test's run."""
+    import episodes
     import sft
-    sft.HELD_OUT = 8
+    episodes.HELD_OUT = sft.HELD_OUT = 8
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,9 @@ from envs.calls import shorten, shortened
 from core.data import pass_at_k, summarise, transcript, without_faults
 from extras.serve import chat as talk
 from extras.show import traces
-from schooling import read_trajectories
+from episodes import read_trajectories, trajectory_of
 from schooling import demonstrate
-from core.distributed import OneProcess
+from core.run import OneProcess
 from core.config import EnvironmentFault, UserError, main, mix
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
@@ -231,7 +231,7 @@ def check_invariants(t, limits):
     if t.stop_reason != "malformed":  # I3: the turn ids are those we wrote and the ends that the model sampled
         assert t.token_ids.count(START) == prompt.count(START) + sum(2 for _ in turns[1:])
         assert t.token_ids.count(END) - sum(turn[-1] == END for turn in turns) == prompt.count(END) + len(turns) - 1
-    assert Trajectory.from_json(json.loads(json.dumps(t.to_json(), allow_nan=False))) == t
+    assert trajectory_of(json.loads(json.dumps(t.to_json(), allow_nan=False))) == t
 
 
 def check_logprobs(model, trajectories, temperature=1.0, tolerance=1e-4):
@@ -648,7 +648,7 @@ def test_a_member_that_misbehaves_ends_its_own_episode_and_is_named(monkeypatch,
     assert bad.stop_reason == "error" and not bad.info["success"] and math.isfinite(bad.reward)
     assert re.search(rf"environment faulty: {re.escape(member)} on task .*needle.*{how}", bad.info["error"]), bad.info["error"]
     assert (good.stop_reason, good.reward, good.info["success"]) == ("done", 1.0, True) and without_faults([bad, good]) == [good]
-    assert Trajectory.from_json(json.loads(json.dumps(bad.to_json(), allow_nan=False))) == bad and len(bad.token_ids) > 1
+    assert trajectory_of(json.loads(json.dumps(bad.to_json(), allow_nan=False))) == bad and len(bad.token_ids) > 1
     assert summarise([bad, good])["errors"] == 0.5
 
 
@@ -1277,3 +1277,33 @@ def test_another_agent_plays_without_a_change_of_this_file():
     assert [t.info["success"] for t in episodes] == [True] * 6 and all(t.info["left"] and 0 < sum(t.loss_mask) <= 4 for t in episodes)
     assert [t.group_id for t in episodes] == ["0-0"] * 3 + ["0-1"] * 3
     check_logprobs(MODEL, episodes)
+
+
+def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_path, capsys):
+    output = tmp_path / "episodes.jsonl"
+    config = agent.Config(num_tasks=3, group_size=2, output=str(output), max_new_tokens=4)
+    agent.command(config)
+    out = capsys.readouterr().out
+    episodes = [trajectory_of(json.loads(line)) for line in output.read_text().splitlines()]
+    assert len(episodes) == 6 and out.count("[max_new_tokens; ") == 6 and re.search(r"^pass@2 +0$", out, re.M)
+    with pytest.raises(UserError, match="there is a file of this name"):
+        agent.command(config)
+    typed = iter(["2x = 4", "", "what"])
+
+    def answer(question):
+        for line in typed:
+            return line
+        raise EOFError
+    monkeypatch.setattr("builtins.input", answer)
+    agent.command(agent.Config(max_new_tokens=4))
+    out = capsys.readouterr().out
+    assert "User: Solve for x: 2x = 4\n" in out and out.count("User: ") == 2 and "['what' is not an equation" in out
+
+
+def test_the_command_takes_what_the_run_played(tmp_path):
+    (tmp_path / "config.yaml").write_text("env: gsm8k\ndataset: pairs.jsonl\ntasks: tasks.jsonl\ndtype: float32\n")
+    config = agent.as_the_run(agent.Config(model_path=str(tmp_path)))
+    assert (config.env, config.dataset, config.dtype, config.max_new_tokens) == ("gsm8k", "tasks.jsonl", "float32", 512)
+    (tmp_path / "config.yaml").write_text("env: mine.py:Mine\n")
+    with pytest.raises(UserError, match="the run played --env mine.py:Mine; give --env yourself"):
+        agent.as_the_run(agent.Config(model_path=str(tmp_path)))

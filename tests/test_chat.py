@@ -5,7 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from families import ALL, CALLS, CHATML, REFUSED, TEMPLATES, TOOLS, TWO, real, small
+from families import ALL, CALLS, CHATML, REFUSED, TEMPLATES, TOOLS, TWO, dialects, real, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -154,14 +154,14 @@ def test_clean_prompt_is_the_templates_own(name):
         ("hermes", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
         ("thinking", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
         ("glm", "<|observation|>", "<|user|>", {"<|assistant|>"}),
-        ("gptoss", "<|call|>", "<|return|>", set()),
-        ("gemma4", "<|tool_response>", "<turn|>", {"<|turn>"}),
+        pytest.param("gptoss", "<|call|>", "<|return|>", set(), marks=dialects),
+        pytest.param("gemma4", "<|tool_response>", "<turn|>", {"<|turn>"}, marks=dialects),
         ("llama", "<|eot_id|>", "<|eot_id|>", {"<|start_header_id|>"}),
         ("gemma", "<end_of_turn>", "<end_of_turn>", {"<start_of_turn>"}),
         ("real:qwen3", "<|im_end|>", "<|im_end|>", {"<|im_start|>"}),
-        ("real:glm4moe", "<|observation|>", "<|user|>", {"<|assistant|>"}),
-        ("real:gptoss", "<|call|>", "<|return|>", set()),
-        ("real:gemma4_v5", "<|tool_response>", "<turn|>", {"<|turn>"}),
+        pytest.param("real:glm4moe", "<|observation|>", "<|user|>", {"<|assistant|>"}, marks=dialects),
+        pytest.param("real:gptoss", "<|call|>", "<|return|>", set(), marks=dialects),
+        pytest.param("real:gemma4_v5", "<|tool_response>", "<turn|>", {"<|turn>"}, marks=dialects),
         ("real:phi3", "<|end|>", "<|end|>", {"<|user|>", "<|assistant|>"}),
         ("real:deepseekv3", "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", {"<｜User｜>", "<｜Assistant｜>"}),
     ],
@@ -184,6 +184,7 @@ def test_generation_config_adds_stops():
     assert start in c.stop_ids and not c.start_ids
 
 
+@dialects
 def test_native_or_told_in_text():
     assert {n for n in TEMPLATES if not chat(n).native_tools} == {"chatml", "gemma"}
     assert {n for n in TEMPLATES if chat(n).shows_one_call} == {"llama", "gptoss"}  # where calls are text there is room for several
@@ -210,6 +211,7 @@ COMMA = "{{ ', ' if not loop.last }}"
 PAIRS = "{% for k, v in c.function.arguments.items() %}"
 
 
+@dialects
 @pytest.mark.parametrize("before, call, after, native", [
     ("", f"[TOOL_CALLS]{NAME}[ARGS]{JSON}", "", True),  # Mistral
     ("[TOOL_CALLS][", "{{ c.function | tojson }}" + COMMA, "]", True),
@@ -256,6 +258,15 @@ def test_assembled_conversation_equals_one_rendering():
     ids = c.prompt(user("Hi")) + c.turn("", TWO) + c.results(TWO, ["r1", "r2"], c.call_stop_id)
     ids += c.turn("Done.", []) + c.reply("More", c.answer_stop_id)
     assert ids == c.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize("text", ["</think>", "</th\U000e01eeink>", "\U000e01ef</think\U000e01ee>"])
+def test_a_call_told_in_text_ends_no_thought(text):
+    """DeepSeek's, GLM's and Qwen3.5's templates cut a turn at this tag; sanitising's markers do not hide it."""
+    c = chat("chatml")
+    call = {"name": "look", "arguments": {"query": text}}
+    written = c.text(c.turn("", [call]))
+    assert "</think>" not in written and parse_tool_calls(written)[1] == [{"name": "look", "arguments": {"query": "</think>"}}]
 
 
 def test_a_turn_that_ends_with_two_stop_tokens_is_sampled_up_to_the_first_and_goes_on_with_the_second(monkeypatch):
@@ -309,6 +320,7 @@ def test_turn_joins_the_real_generation_prompts():
         assert c.text(c.turn("Hi", [])) == turn
 
 
+@dialects
 def test_gemma4_trains_the_opening_token_and_does_not_repeat_it():
     c = chat("gemma4")
     whole = c.tokenizer.decode(c.turn("", CALLS) + c.results(CALLS, ["r"], c.call_stop_id))

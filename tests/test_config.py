@@ -20,7 +20,7 @@ from layers import LayerFlags
 from core.config import (ModelFlags, RunFlags, SYNONYMS, TrainingFlags, UserError, auto, fill, flag,
                          options, parse)
 from envs.tasks import RolloutFlags
-from core.run import Run
+from layers import Run
 from extras.memory import MemoryFlags
 from extras.serve import chat
 

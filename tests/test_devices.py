@@ -173,7 +173,7 @@ def test_gradients_of_tiles_are_summed_on_the_device(tmp_path):
             linear.lora.B.data.copy_(torch.linspace(-0.1, 0.1, linear.lora.B.numel()).view(linear.lora.B.shape))
         for seed in (1, 2):
             ids = torch.tensor([ids_of(700, seed), ids_of(700, seed + 2)]).to(model.device)
-            with lora.merged(model):
+            with lora.merged_to_train(model):
                 token_logprobs(model.train(), ids, torch.ones_like(ids), 1.0)[0].sum().backward()
         return [p.grad for p in lora.adapter_tensors(model).values()]
 

@@ -20,7 +20,7 @@ from test_resume import place  # noqa: F401  (a fixture)
 
 from core import run
 from extras.exact.checkpoint import newest_checkpoint, read_state
-from core.distributed import OneProcess
+from core.run import OneProcess
 from extras.ranks import Ranks
 from extras.ranks import RankLost
 
@@ -31,7 +31,7 @@ import os
 import sys
 from pathlib import Path
 import dpo, grpo, reward_weighted, sft
-from schooling import read_trajectories
+from episodes import read_trajectories
 place, out = map(Path, sys.argv[1:])
 common = dict(model_path=str(place / "base"), env="equations", max_samples=200, max_steps=1, learning_rate=1e-3, max_grad_norm=1e9,
               eval_tasks=0, lora_r=2, lora_dropout=0.25)
@@ -227,7 +227,7 @@ DIES = """
 import os, sys
 place, dead = sys.argv.pop(1), sys.argv.pop(1)
 import core.run, grpo
-from core import program
+from core import config as program
 def dies_in(owner, name, after=0):
     whole, calls = getattr(owner, name), [0]
     def call(*args, **options):
@@ -238,7 +238,7 @@ def dies_in(owner, name, after=0):
     setattr(owner, name, call)
 if os.environ["RANK"] == dead:
     owner, name, after = {"load": (grpo, "load_model", 0), "evaluate": (grpo, "evaluate", 0),
-                          "rollout": (grpo, "rollout", 2), "update": (grpo, "clip_grad_norm_", 2), "save": (core.run.Run, "_save", 1),
+                          "rollout": (grpo, "rollout", 2), "update": (grpo, "clip_grad_norm_", 2), "save": (core.run.Run, "save", 1),
                           "finish": (core.run.Run, "finish", 0)}[place]
     dies_in(owner, name, after)
 program.main(grpo.Config, lambda config: grpo.train(config), "")
@@ -289,7 +289,7 @@ def test_a_collective_that_a_lost_rank_would_leave_hanging_ends(monkeypatch):
 SILENT = """
 import os, time
 from datetime import timedelta
-from core import distributed
+from extras import ranks as distributed
 from extras import ranks
 from core.config import RankLost
 ranks.SILENCE = timedelta(seconds=3)
@@ -317,7 +317,7 @@ UNREACHED = """
 import os, time
 from datetime import timedelta
 import torch.distributed as dist
-from core import distributed
+from extras import ranks as distributed
 from extras import ranks
 from core.config import UserError
 ranks.CONNECT = timedelta(seconds=1)

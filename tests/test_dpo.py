@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 
 import dpo
 from extras.data.demonstrations import Encoder
+from extras.data import pairs as pairs_of_files
 from envs.tasks import load_tasks
 from agent import Trajectory
 from dpo import LOSSES, Counts, pair_loss
 from schooling import demonstrate
 from core.data import prompt_of
-from core.distributed import join
+from extras.ranks import join
 from core.config import UserError
 from layers import load_model
 from core.tiny import make_tiny
@@ -314,7 +315,7 @@ def paired(files, pairs="all", **options):
 def read_pairs(path, rows, tokenizer, env=None):
     """What dpo.py makes of a file with these rows."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return dpo.read_pairs(dpo.Config(dataset=str(path), env=env), tokenizer)
+    return pairs_of_files.read_pairs(dpo.Config(dataset=str(path), env=env), tokenizer)
 
 
 def rewards(pairs):
@@ -379,7 +380,7 @@ def test_of_many_pairs_only_those_that_are_learned_from_become_tokens(tiny, tmp_
     path.write_text("".join(json.dumps({"prompt": f"{i}?", "chosen": "a", "rejected": "b"}) + "\n" for i in range(9)))
     encoded = []
     monkeypatch.setattr("extras.data.pairs.Encoder.__call__", lambda self, c, call=Encoder.__call__: encoded.append(c) or call(self, c))
-    pairs = dpo.read_pairs(dpo.Config(dataset=str(path), max_samples=2), tiny[1])
+    pairs = pairs_of_files.read_pairs(dpo.Config(dataset=str(path), max_samples=2), tiny[1])
     assert len(pairs) == 2 and len(encoded) == 4 and "7 of 9 pairs are not learned from: --max_samples\n" in capsys.readouterr().out
 
 

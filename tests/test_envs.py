@@ -20,7 +20,8 @@ from agent import load_environments
 from extras.exact.environments import sources
 from extras.background import in_thread
 from core.config import UserError
-from extras.exact.output_folder import OutputFolder, algorithm_of
+from core.run import algorithm_of
+from extras.exact.output_folder import OutputFolder
 from core.tiny import make_tiny
 
 ROOT = Path(envs.__file__).parent.parent

@@ -12,8 +12,8 @@ import grpo
 import reward_weighted
 import sft
 from extras.serve import chat as talk
-from schooling import read_trajectories
-from core.run import Run
+from episodes import read_trajectories
+from layers import Run
 from core.tiny import make_tiny
 
 
@@ -100,10 +100,9 @@ def test_held_out_is_no_training_data(place, tmp_path, monkeypatch, capsys, modu
         watch(monkeypatch, module, "train_and_held_out", lambda out: learned.extend(out[0]))
     monkeypatch.setattr(module, "evaluate", lambda *args, **how: played.extend(args[3]) or {})
 
-    def steps(run, total, state, evaluate, **how):
-        evaluate()
+    def evaluated(*_):
         raise Stopped
-    monkeypatch.setattr(Run, "steps", steps)
+    monkeypatch.setattr(Run, "log_evaluation", evaluated)
     options = {name: str(place / value) if value.endswith(".jsonl") else value for name, value in options.items()}
     sizes = {"eval_tasks": 40, "max_samples": 100, "num_tasks": 40, "group_size": 2, "max_new_tokens": 4, "min_gap": 0.5, "eval_share": 0.5, "baseline": "none"}
     sizes = {name: size for name, size in sizes.items() if name in module.Config.__dataclass_fields__}

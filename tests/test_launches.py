@@ -137,7 +137,7 @@ def test_a_decode_step_on_a_gpu(tiny, memory):
 def test_an_update_on_a_gpu(tiny, memory):
     """An adapter in host memory goes over once in a pass over a layer, and its gradients once back, however many tiles an MLP has."""
     def update():
-        with lora.merged(model):
+        with lora.merged_to_train(model):
             logprobs, _ = token_logprobs(model.train(), ids, torch.ones_like(ids), 1.0)
             logprobs.sum().backward()
 

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import time
-from functools import partial
 from pathlib import Path
 
 import programs
@@ -12,11 +11,11 @@ import pytest
 import torch
 from lora_helpers import load, logits_of, peft_base, randomise, train_steps
 from safetensors.torch import load_file, save_file
-from saving import training
+from saving import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 import lora
-from extras.exact.checkpoint import write_checkpoint
+from extras.exact.checkpoint import seal
 from core.config import UserError
 from core.model import facts, load_weights, save_model
 from core.chat import Chat
@@ -32,7 +31,10 @@ def save_checkpoint(model, folder, step):
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("seed: 1\n")
     state = dict(step=step, algorithm="grpo", scores={}, before={}, seconds=0.0, planned=None, bad=0, made_of={}, lines={}, unlogged=None)
-    write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", training(partial(save_model, model)), state)
+    path = folder / "checkpoints" / f"step_{step:06d}"
+    save_model(model, path)
+    Tokenizer().save_pretrained(path)
+    seal(path, state)
 
 
 def test_the_tiny_model_is_known_by_its_config_wherever_it_was_saved(tmp_path):

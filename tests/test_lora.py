@@ -28,7 +28,7 @@ from layers import load_model
 from core.model import save_model
 from core.logprobs import token_logprobs
 from core.model import facts
-from lora import adapters, add_lora, freeze_reference, merge_adapter, merged, merged_to_decode, reference
+from lora import adapters, add_lora, freeze_reference, merge_adapter, merged, merged_to_train, reference
 
 
 # ---------------------------------------------------------------------------------------------------------------- LoRA
@@ -93,9 +93,9 @@ def test_dropout_only_in_train(tiny):
     assert (first - second).abs().max() > 1e-3
     torch.manual_seed(0)
     assert torch.equal(first, logits_of(model))
-    with merged(model):  # an update has its dropout, a rollout has none
+    with merged_to_train(model):  # an update has its dropout, a rollout has none
         assert not torch.equal(logits_of(model), logits_of(model))
-    with merged_to_decode(model):
+    with merged(model):
         assert torch.equal(logits_of(model), logits_of(model))
     assert torch.equal(logits_of(model.eval()), logits_of(plain))
 
@@ -189,7 +189,7 @@ def test_the_reference_is_the_policy_this_run_started_from(tiny, tmp_path, start
     mask = random_mask(IDS)
     frozen = freeze_reference(model)
     assert (frozen is None) == (start == "fresh")
-    with torch.no_grad(), merged(model):
+    with torch.no_grad(), merged_to_train(model):
         at_start = token_logprobs(model, IDS, mask)[0]
     train_steps(model)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -365,7 +365,7 @@ def test_policy_and_reference_are_equal_to_the_bit_before_the_first_update(tiny,
     model, mask = load(tmp_path, lora_r=4, dtype=dtype), random_mask(IDS)
     frozen = freeze_reference(model)
     with torch.no_grad():
-        with merged(model):
+        with merged_to_train(model):
             policy = token_logprobs(model, IDS, mask)[0]
         with reference(model, frozen):
             assert torch.equal(token_logprobs(model, IDS, mask)[0], policy)

@@ -18,7 +18,7 @@ from agent import evaluate, rollout
 from envs.tasks import load_tasks
 from extras.exact.environments import sources
 from core.config import UserError, convert, options
-from core.run import Run
+from layers import Run
 from layers import load_model
 
 ROOT = Path(__file__).parent.parent

@@ -15,13 +15,15 @@ from test_resume import ENVIRONMENT, Killed, assert_equal, config, place, stoppe
 import grpo
 import sft
 from agent import Trajectory
-from schooling import read_trajectories
+from episodes import read_trajectories
 from extras.exact import checkpoint, output_folder
+from extras.exact import run as exact_run
+from core.run import algorithm_of
 from extras.exact.checkpoint import check_base, newest_checkpoint, prune, read_state
 from core.model import checkpoints
 from core.config import Stop, UserError
 from extras.exact.resuming import go_back
-from core.run import Run
+from layers import Run
 from layers import load_model
 
 
@@ -80,7 +82,7 @@ def test_the_algorithm_of_a_fork_may_have_any_name(tmp_path, name):
     folder = output_folder.OutputFolder({"output_dir": str(tmp_path)}, name, "command")
     folder.begin()
     folder.write_config()
-    assert output_folder.algorithm_of(tmp_path) == name
+    assert algorithm_of(tmp_path) == name
 
 
 # ------------------------------------------------------------------------------------------------------ strangers
@@ -165,8 +167,8 @@ def test_four_checkpoints_are_on_the_disk_while_one_is_written_and_there_is_room
     book = Run(sft.Config(output_dir=str(tmp_path)), "sft")
     book.begin()
     most = []
-    seal = checkpoint._seal
-    monkeypatch.setattr(checkpoint, "_seal", lambda *args: (seal(*args), most.append(len(os.listdir(tmp_path / "checkpoints")))))
+    seal = exact_run.seal
+    monkeypatch.setattr(exact_run, "seal", lambda *args: (seal(*args), most.append(len(os.listdir(tmp_path / "checkpoints")))))
     for step, score in enumerate((0.9, 0.1, 0.2, 0.3, 0.4), 1):
         book.scores[str(step)] = score
         save(book, step)

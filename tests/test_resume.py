@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from saving import save
 
 import schooling
+import core.run
 import dpo
 import envs
 import grpo
@@ -25,15 +26,14 @@ import reward_weighted
 import sft
 from agent import Limits, rollout
 from envs.tasks import load_tasks
-from schooling import read_trajectories
+from episodes import read_trajectories
 from schooling import demonstrate
 from core import run
 from extras.exact.checkpoint import _checksum, newest_checkpoint, read_state
 from core.model import base_of, checkpoints
-from core.run import Run
+from layers import Run
 from core.config import UserError, parse
 from core.data import to_json
-from extras.exact.output_folder import OutputFolder
 from extras.exact.resuming import _sequences
 from layers import load_model
 from lora_helpers import merge
@@ -90,16 +90,16 @@ def train(module, config, monkeypatch, steps=None, log="metrics.jsonl"):
 
     def append(self, name, rows):
         nonlocal lines
-        if name == log and Path(config.output_dir) == self.path:
+        if name == log and Path(config.output_dir) == self.folder:
             if lines == steps:
-                with open(self.path / name, "a") as file:
+                with open(self.folder / name, "a") as file:
                     file.write('{"step": 1, "lo')
                 raise Killed
             lines += 1
         return whole(self, name, rows)
-    whole = OutputFolder.append
+    whole = core.run.Run.append
     with monkeypatch.context() as patch:
-        patch.setattr(OutputFolder, "append", append)
+        patch.setattr(core.run.Run, "append", append)
         patch.setattr(Run, "__exit__", lambda *_: None)  # a kill saves nothing
         return module.train(config)
 

@@ -18,7 +18,7 @@ import sft
 from agent import Trajectory, rollout
 from core.data import collate
 from envs.tasks import load_tasks
-from schooling import read_trajectories
+from episodes import read_trajectories
 from core.config import options, UserError
 from core.data import turn_index
 from layers import load_model

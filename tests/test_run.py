@@ -22,13 +22,14 @@ from saving import load, save, weights
 import grpo
 import sft
 from agent import Trajectory
-from extras.exact import output_folder
 from core import run
-from extras.exact.checkpoint import load_optimizer, newest_checkpoint, optimizer_tensors, read_state
+from core.run import load_optimizer, optimizer_tensors
+from extras.exact.checkpoint import newest_checkpoint, read_state
 from core.config import Stop, UserError, mix, parse
 from core.data import finite, message_lines
 from core.model import steps_of
-from core.run import LOGGED_EPISODES, Run
+from core.run import LOGGED_EPISODES
+from layers import Run
 from extras.exact.process import Signals
 
 ROOT = Path(run.__file__).parent.parent
@@ -118,11 +119,10 @@ def test_a_terminal_obeys_nothing_of_an_episode_that_is_printed():
 
 def test_an_environment_may_change_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = output_folder.OutputFolder({"output_dir": "run"}, "sft", "the command")
-    files.enter()
+    book = Run(Config(output_dir="run"), "sft")
     monkeypatch.chdir("/")
-    files.begin()
-    files.append("metrics.jsonl", [{"step": 0}])
+    book.begin()
+    book.append("metrics.jsonl", [{"step": 0}])
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -325,7 +325,7 @@ def test_resume_drops_later_steps_and_cut_lines(tmp_path):
 def test_result(tmp_path):
     book = started(tmp_path)
     result = dict(success_before=None, success_after=0.5, seconds=float("nan"), peak_memory_mb=1, steps=2, seed=0)
-    assert book._write_result(finite(result)) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
+    assert book.write_result(finite(result)) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -494,10 +494,10 @@ def test_mix():
 
 
 def test_peak_memory():
-    code = "from extras.exact.process import peak_memory_mb; a = peak_memory_mb(); b = b'x' * (200 << 20); del b; print(a, peak_memory_mb())"
+    code = "from core.run import peak_memory_mb; a = peak_memory_mb(); b = b'x' * (200 << 20); del b; print(a, peak_memory_mb())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    before, after = map(float, done.stdout.split())     # in MiB, and not counting this process, which holds torch
-    assert 5 < before < 60 and 195 < after - before < 215
+    before, after = map(float, done.stdout.split())     # in MiB, and not counting this process
+    assert 5 < before < 900 and 195 < after - before < 215
 
 
 def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():

@@ -1,4 +1,5 @@
 """envs/search.py and envs/corpus.py: BM25 and SQuAD's scores by hand, archives, one's own documents, and agents that must earn less than the expert."""
+import hashlib
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from envs.tasks import load_tasks
 from extras.exact.checkpoint import fingerprints
 from core.config import UserError
 from extras.exact.resuming import check_ingredients
-from core.run import Run
+from layers import Run
 from tests.agents import at_random, expert, play, repeating, silent
 
 LEVELS = {level: envs.with_options(Search, {"level": level}) for level in (1, 2, 3)}
@@ -134,7 +135,7 @@ def test_a_run_is_not_resumed_on_other_documents(tmp_path):
 
     def ingredients():
         config = grpo.settle(grpo.Config(env="equations,search", env_options=f"corpus={tmp_path / 'docs'}", output_dir=str(tmp_path / "run")))
-        return Run(config, "grpo", envs)._ingredients()
+        return Run(config, "grpo").ingredients()
     began = fingerprints(ingredients())
     (tmp_path / "docs" / ".DS_Store").write_text("Finder")
     check_ingredients(began, ingredients())
@@ -280,3 +281,20 @@ def test_tasks_are_a_function_of_their_arguments_and_share_no_archive():
     assert not {task["archive"] for task in train} & {task["archive"] for task in test}
     assert not {task["question"] for task in train} & {task["question"] for task in test}
     assert len({task["archive"] for task in train}) > 290  # many archives, so that none is learned by heart
+
+
+@pytest.mark.parametrize("level, tasks_hash, episodes_hash", [(1, "0bba19ce4bd6568f", "b601439b3b0a08b0"), (2, "e0e0c4d2edddffe7", "0e3d7da6b9cff6ac"), (3, "7631c89a530d5f31", "bb7c47cb6ff03238")])
+def test_tasks_and_episodes_are_the_same_to_the_byte(level, tasks_hash, episodes_hash):
+    """Their words are read from envs/search.json: a run that was made before finds its tasks again."""
+    tasks = load_tasks("search", "train", 40, 3, env_options={"level": level})
+    assert hashlib.sha256(json.dumps(tasks).encode()).hexdigest()[:16] == tasks_hash
+    shown = []
+    for task in tasks[:10]:
+        env = envs.with_options(envs.load("search"), {"level": level})()
+        shown.append(env.reset(**{key: value for key, value in task.items() if key != "env"}))
+        while isinstance(calls := env._expert(), list) and calls:
+            shown += [str(call) + str(getattr(env, call["name"])(**call["arguments"])) for call in calls]
+            if getattr(env, "done", False):
+                break
+        shown.append(env.get_reward())
+    assert hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16] == episodes_hash

@@ -16,7 +16,7 @@ from schooling import demonstrate
 from envs.tasks import load_tasks
 from core.data import collate
 from core.config import UserError
-from core.run import Run
+from layers import Run
 from core.data import batches_of_like_length
 from core.model import newest
 from layers import load_model

@@ -21,13 +21,15 @@ from agent import Episode, Limits, Trajectory
 from core.data import collate
 from envs.prompts import Prompts
 from envs.prompts import opening
-from extras.data.demonstrations import messages_in
+import episodes
+from extras.data.demonstrations import messages_in, read_dataset
 from schooling import demonstrate
-from sft import read_split
+from episodes import read_split
 from extras.data.pairs import preference
 from envs.tasks import load_tasks, recorded_env
 from extras.isolate import Session, Watch
-from core.data import as_messages, is_held_out
+from envs.prompts import as_messages
+from envs.tasks import is_held_out
 from core.config import UserError
 from core.chat import Chat
 from extras.data.recorded import recorded_ids
@@ -49,6 +51,7 @@ FAMILIES = ["tiny", "hermes", "chatml", "thinking", "opens", "glm", "gptoss", "g
 
 @pytest.fixture(autouse=True)
 def all_held_out(monkeypatch):
+    monkeypatch.setattr(episodes, "HELD_OUT", 100)
     monkeypatch.setattr(sft, "HELD_OUT", 100)
 
 
@@ -70,7 +73,8 @@ def write(folder, rows, name="rows.jsonl"):
 
 def demonstrations(config, tokenizer):
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=len(tokenizer)))
-    return sft.demonstrations(config, sft.read_dataset(config), model, tokenizer)
+    conversations = read_dataset(config) if config.dataset else None
+    return sft.demonstrations(config, conversations, model, tokenizer)
 
 
 def read(path, tokenizer, split="train", n=10**6, **options):

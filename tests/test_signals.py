@@ -26,14 +26,13 @@ import reward_weighted
 import sft
 from agent import Trajectory, rollout
 from core import run
-from extras.exact import checkpoint
-from core import run as experiment_run
+from core import run as core_run
 from extras.show.notes import Alarms, alarms
 from core.model import checkpoints
 from extras.exact.checkpoint import newest_checkpoint
 from core.config import options, Stop
-from core.distributed import OneProcess
-from core.run import Run
+from core.run import OneProcess
+from layers import Run
 from extras.exact.process import Signals
 from core.engine import Engine
 
@@ -86,13 +85,13 @@ def slow(*values):
 
 
 @pytest.mark.parametrize("name, target, call, signum, done", [
-    ("sft, full", (experiment_run, "mix"), 7, signal.SIGTERM, 1),                  # after four of held-out data: first micro-batch of step 1
-    slow("sft, full", (experiment_run, "mix"), 8, signal.SIGTERM, 1),              # its second one
+    ("sft, full", (core_run, "mix"), 7, signal.SIGTERM, 1),                  # after four of held-out data: first micro-batch of step 1
+    slow("sft, full", (core_run, "mix"), 8, signal.SIGTERM, 1),              # its second one
     ("grpo, LoRA", (Engine, "step"), 2, signal.SIGINT, 0),                # a decode step of step 0's rollout
     slow("grpo, LoRA", (grpo, "token_advantages"), 2, signal.SIGINT, 1),                  # after step 1's episodes were written
     ("grpo, LoRA", (grpo, "clip_grad_norm_"), 4, signal.SIGTERM, 2),     # step 1's second update
-    ("grpo, LoRA", (checkpoint, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
-    slow("dpo, full", (experiment_run, "mix"), 3, signal.SIGTERM, None),
+    ("grpo, LoRA", (core_run, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
+    slow("dpo, full", (core_run, "mix"), 3, signal.SIGTERM, None),
     slow("reward_weighted, LoRA", (Engine, "step"), 3, signal.SIGTERM, 0),
     ("reward_weighted, LoRA", (Engine, "step"), 9, signal.SIGTERM, None),         # in the second iteration's
     ("reward_weighted, LoRA", (reward_weighted, "reward_weighted_loss"), 3, signal.SIGINT, 1),

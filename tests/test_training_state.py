@@ -3,7 +3,7 @@ import torch
 from memory_helpers import IDS, gradients, load
 from safetensors.torch import save_file
 
-from extras.exact.checkpoint import load_optimizer, optimizer_tensors
+from core.run import load_optimizer, optimizer_tensors
 from layers import load_model
 from extras.memory.techniques import Techniques
 from core.model import adamw

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from agent import Trajectory
+from episodes import trajectory_of
 
 ROW = dict(
     token_ids=[1, 2, 3],
@@ -22,7 +23,7 @@ ROW = dict(
 
 def test_trajectory_round_trip():
     row = json.loads(json.dumps(Trajectory(**ROW).to_json(), allow_nan=False))
-    assert row == ROW and Trajectory.from_json(row) == Trajectory(**ROW)
+    assert row == ROW and trajectory_of(row) == Trajectory(**ROW)
 
 
 @pytest.mark.parametrize(
@@ -49,15 +50,15 @@ def test_trajectory_round_trip():
 )
 def test_trajectory_refusals(change, problem):
     with pytest.raises(ValueError, match=problem) as caught:
-        Trajectory.from_json({**ROW, **change})
+        trajectory_of({**ROW, **change})
     assert "\n" not in str(caught.value)
 
 
 def test_trajectory_must_be_an_object():
     for row in (None, [], "x", 3):
         with pytest.raises(ValueError, match="not a trajectory"):
-            Trajectory.from_json(row)
+            trajectory_of(row)
 
 
 def test_the_step_that_a_run_writes_into_its_lines_is_not_the_episodes():
-    assert Trajectory.from_json({"step": 3, **ROW}) == Trajectory(**ROW)
+    assert trajectory_of({"step": 3, **ROW}) == Trajectory(**ROW)

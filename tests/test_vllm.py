@@ -27,7 +27,7 @@ from layers import load_model
 from core.logprobs import token_logprobs
 from extras.vllm import servers as vllm, proof as vllm_proof
 from core.engine import Engine, Row
-from lora import adapter_tensors, merged, reference
+from lora import adapter_tensors, merged, merged_to_train, reference
 
 ROOT = Path(grpo.__file__).parent
 
@@ -300,7 +300,7 @@ def test_all_weights_are_refused(place, tmp_path, server):  # noqa: F811
 @torch.no_grad()
 def our_logprobs(model, prompt, ids):
     """What the policy, merged as in an update, gives to the ids after a prompt."""
-    with merged(model):
+    with merged_to_train(model):
         mask = torch.tensor([[0] * len(prompt) + [1] * len(ids)])
         return token_logprobs(model, torch.tensor([prompt + ids]), mask)[0][0, len(prompt):]
 

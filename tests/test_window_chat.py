@@ -18,7 +18,7 @@ from agent import Episode, Limits, Trajectory
 from envs.equations import Equations
 from envs.gsm8k import GSM8K
 from extras.isolate import Session, Watch
-from schooling import read_trajectories
+from episodes import read_trajectories
 from core.data import message_lines
 from core.config import UserError, main
 from core.chat import Chat

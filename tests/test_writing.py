@@ -1,7 +1,11 @@
 """envs/writing.py: every part of the reward by hand, what is a sentence, and texts that try to be paid for nothing."""
+import hashlib
+import json
+
 import pytest
 
 import envs
+from envs.tasks import load_tasks
 from envs.writing import Writing, is_sentence, tense_share, words_of
 from tests.agents import at_random, expert, play, repeating, silent
 
@@ -158,3 +162,20 @@ def test_tasks_are_a_function_of_their_arguments_and_share_no_choice_of_words():
     train, test = Writing._tasks("train", 500, seed=0), Writing._tasks("test", 500, seed=0)
     assert train == Writing._tasks("train", 500, seed=0) != Writing._tasks("train", 500, seed=1)
     assert not {tuple(task["words"]) for task in train} & {tuple(task["words"]) for task in test}
+
+
+@pytest.mark.parametrize("level, tasks_hash, episodes_hash", [(1, "c778b35af741ad92", "0e800ae000e8363f"), (2, "d21a2129d0622d19", "6c9a72b93ba2b522"), (3, "0ad32bac0f3149bf", "855bacb53f5602d0")])
+def test_tasks_and_episodes_are_the_same_to_the_byte(level, tasks_hash, episodes_hash):
+    """Their words are read from envs/writing.json: a run that was made before finds its tasks again."""
+    tasks = load_tasks("writing", "train", 40, 3, env_options={"level": level})
+    assert hashlib.sha256(json.dumps(tasks).encode()).hexdigest()[:16] == tasks_hash
+    shown = []
+    for task in tasks[:10]:
+        env = envs.with_options(envs.load("writing"), {"level": level})()
+        shown.append(env.reset(**{key: value for key, value in task.items() if key != "env"}))
+        while isinstance(calls := env._expert(), list) and calls:
+            shown += [str(call) + str(getattr(env, call["name"])(**call["arguments"])) for call in calls]
+            if getattr(env, "done", False):
+                break
+        shown.append(env.get_reward())
+    assert hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16] == episodes_hash

@@ -24,6 +24,7 @@ def as_trl(episodes: list, name: str, function) -> dict:
     Prompts and completions are messages, or text where the task's column "prompt" is text. A
     column that the function asks for and these tasks leave empty is None for each.
     """
+    from envs.prompts import trl_message  # an environment, which rewards alone do not need
     trajectories = [e.trajectory for e in episodes]
     # The column "env" of a task has chosen among several environments.
     tasks = [{"env": t.info.get("env"), **t.info["task"]} for t in trajectories]
@@ -59,12 +60,3 @@ def as_trl(episodes: list, name: str, function) -> dict:
                  f"gets None; columns: {', '.join(sorted(columns))}")
     names = (columns | wanted) - {"prompt", "completion"}
     return {column: [task.get(column) for task in tasks] for column in names} | given
-
-
-def trl_message(message: dict) -> dict:
-    """Return a message of an episode as TRL holds it, whose calls are those of functions."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [call if "function" in call else {"type": "function", "function": call}
-             for call in message["tool_calls"]]
-    return {**message, "tool_calls": calls}

@@ -1,8 +1,8 @@
 """Rows of other forms: tables, lists, data sets of the hub, mixtures; conversations and pairs.
 
 Importing it fills tables of core: .json, .csv, .parquet, hub:owner/name and lists of rows are then
-read as .jsonl is, and several of them in shares, with columns of other names (extras/data/mixtures.py).
-Config fields also take rows, dicts and NumPy's numbers, and data sets of the hub get their revision.
+read as .jsonl is, also in shares and with columns of other names (mixtures.py). The fields of a
+Config take lists of rows, dicts and NumPy's numbers, and data sets of the hub get their revision.
 
     tables.py          a reader of each kind of source; messages of other forms
     mixtures.py        sources as a flag names them

@@ -1,21 +1,23 @@
 """Demonstrations in files: conversations, as chats or as completions.
 
-    read_demonstrations  the conversations in the rows of a file
-    Encoder              their token ids and loss mask, put together as a rollout puts them together
+    read_dataset  the conversations in the rows of a file, to learn from and held out
+    encoded       their token ids and loss mask, put together as a rollout puts them together
 """
 import json
 from contextlib import suppress
-from functools import lru_cache
-from importlib import import_module
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import envs
 from agent import Trajectory
-from core.data import as_messages, need, read_as
-from core.config import reading
 from core.chat import Chat
+from core.config import reading
+from envs.prompts import as_messages
+from envs.tasks import need, read_as, unseen
+from episodes import read_split
+from extras.data.recorded import recorded_ids
 
-RECORDED = "extras.data.recorded"  # only conversations in files need it
 CONVERSATIONS = {"messages", "conversations", "completion", "output"}
 TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
 
@@ -34,6 +36,22 @@ class Conversation(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------- rows
+def read_dataset(config) -> tuple[list, list]:
+    """Return the conversations of --dataset to learn from, and the held-out ones.
+
+    No model is needed, so that a bad row is refused before one is loaded.
+    """
+    read = partial(read_demonstrations, config=config)
+    learned, held_out = read_split(read, config.dataset, attrgetter("row"), config)
+
+    def content(conversation):
+        """Return what is learned. Rows with an id of their own may say the same."""
+        messages, row, _ = conversation
+        return [messages, row.get("tools"), row.get("system")]
+
+    return learned, unseen(held_out, learned, content)
+
+
 def read_demonstrations(path: str, config) -> list[Conversation]:
     """Return the conversations in the rows of a file. UserError: `FILE:LINE: what is wrong`.
 
@@ -42,12 +60,6 @@ def read_demonstrations(path: str, config) -> list[Conversation]:
     cls = single_environment(config)
     return list(read_as(path, lambda row, place: Conversation(messages_in(row, cls), row, place),
                         config.fields, config.seed))
-
-
-def content_of(conversation: Conversation) -> list:
-    """Return what is learned of a conversation."""
-    messages, row, _ = conversation
-    return [messages, row.get("tools"), row.get("system")]
 
 
 def single_environment(config) -> type | None:
@@ -112,6 +124,14 @@ def without_loss(messages):
 
 
 # ----------------------------------------------------------------------------------------- tokens
+def encoded(conversations, tokenizer, config) -> tuple[list, list]:
+    """Return what `read_dataset` returned as episodes."""
+    learned, held_out = conversations
+    count_control_tokens(learned, tokenizer)
+    encode = Encoder(tokenizer, config)
+    return list(map(encode, learned)), list(map(encode, held_out))
+
+
 class Encoder:
     """Turns conversations into token ids and a loss mask: the same ids as in a rollout.
 
@@ -139,7 +159,7 @@ class Encoder:
                 tools = row.get("tools")
                 tools = row.get("functions") if tools is None else tools
                 tools = self.schemas if tools is None else read_tools(tools)
-                token_ids, loss_mask = import_module(RECORDED).recorded_ids(
+                token_ids, loss_mask = recorded_ids(
                     self.chat(json.dumps(tools)), messages)
         return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",
                           messages=messages, group_id=place, info={"env": self.env, "task": row})

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from core.data import data_sources, read_json, to_json
 from core.config import reading, UserError
-from extras.exact.files import fingerprint, set_aside, sync, write_json
 from core.model import base_of, checkpoints
+from core.run import Run, write_whole
+from extras.exact.files import fingerprint, sync
 
 DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
@@ -23,7 +24,7 @@ CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.jso
 TEMPORARY = ".tmp-step"  # the name of a checkpoint that is being written or removed
 KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
 # Attributes of a run, which a resumed run takes from state.json.
-RESTORED = ("step", "seconds", "before", "planned", "bad", "made_of", "unlogged", "scores")
+RESTORED = (*Run.restored, "bad", "made_of", "unlogged", "scores")
 
 
 def newest_checkpoint(output_dir):
@@ -32,43 +33,17 @@ def newest_checkpoint(output_dir):
 
 
 # ---------------------------------------------------------------------------- writing and reading
-def write_checkpoint(path, run, state):
-    """Write a checkpoint whole or not at all. What stands in its place is renamed.
-
-    Args:
-        path: checkpoints/step_NNNNNN.
-        run: the `Run` whose weights, tokenizer and optimizer are saved.
-        state: what state.json holds beside the fingerprints of these files.
-    """
-    from safetensors.torch import save_file
-    temporary = path.with_name(TEMPORARY)
-    # A run that was killed while it wrote has left this folder.
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        run.save_weights(temporary)
-        run.tokenizer.save_pretrained(temporary)
-        save_file(optimizer_tensors(run.optimizer), temporary / "optimizer.safetensors")
-        _seal(temporary, state)
-        if path.exists():
-            set_aside(path)
-        temporary.rename(path)
-        sync(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _seal(folder, state):
-    """Write state.json into a folder of files and flush everything to the disk."""
+def seal(folder, state):
+    """Write state.json with the fingerprints of all other files, and flush all to the disk."""
     files, mode = {}, folder.stat().st_mode & 0o666
     for file in sorted(folder.rglob("*")):
-        if file.is_file():
+        if file.is_file() and file.name != "state.json":
             # safetensors creates files that only their owner may read. Not every disk has modes.
             with suppress(PermissionError):
                 file.chmod(mode)
             files[file.relative_to(folder).as_posix()] = fingerprint(file)
     state = {**state, "files": files}
-    write_json(folder / "state.json", {**state, "checksum": _checksum(state)})
+    write_whole(folder / "state.json", to_json({**state, "checksum": _checksum(state)}, indent=1))
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
@@ -216,30 +191,3 @@ def _files_in(folder, kind):
 def trained_parameters(optimizer):
     """Return the parameters of all groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def optimizer_tensors(optimizer):
-    """Return the optimizer's state as {"number of the parameter|key": CPU tensor}.
-
-    A plain number becomes a 0-dim tensor. The learning rate, a function of the step, is left out.
-    """
-    import torch
-    tensors = {}
-    for number, p in enumerate(trained_parameters(optimizer)):
-        # Not state_dict(): the 8-bit optimizers of bitsandbytes nest dicts in theirs.
-        for key, value in optimizer.state.get(p, {}).items():
-            tensor = torch.as_tensor(value).detach().cpu().contiguous()
-            # Parameters may share the tensor of their step, and safetensors refuses shared ones.
-            tensors[f"{number}|{key}"] = tensor if tensor.ndim else tensor.clone()
-    return tensors
-
-
-def load_optimizer(optimizer, path):
-    """Give the optimizer the state that a file holds. Raises UserError."""
-    from safetensors.torch import load_file
-    states = {}
-    with reading(path):
-        for name, value in load_file(path).items():
-            number, _, key = name.partition("|")
-            states.setdefault(int(number), {})[key] = value
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})

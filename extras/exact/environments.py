@@ -3,6 +3,7 @@ import os
 import sys
 from contextlib import suppress
 from modulefinder import ModuleFinder
+from pathlib import Path
 
 import envs
 from core.config import UserError
@@ -31,6 +32,10 @@ def sources(config) -> list[str]:
         # A class of a notebook has no file.
         if path := getattr(sys.modules[module_name], "__file__", None):
             finder = Imports([os.path.dirname(path)], excludes=envs.LIBRARY)
+            # The content of an environment may be a data file beside it.
+            content = Path(path).with_suffix(".json")
+            if content.exists():
+                paths.append(str(content))
             # Where it follows `from . import name` to.
             finder.add_module("__main__").__path__ = finder.path
             finder.run_script(path)

@@ -2,27 +2,6 @@
 import hashlib
 import os
 
-from core.data import to_json
-
-
-def write_json(path, value):
-    """Write a value as indented JSON. The file is whole or not there."""
-    replace_file(path, to_json(value, indent=1))
-
-
-def set_aside(path):
-    """Rename a file or folder to PATH.1, or the next number that is free. Return the new path."""
-    number = 1
-    while (new := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(new)
-    return new
-
-
-def replace_file(path, text):
-    """Write a file whole or not at all."""
-    replace_lines(path, [text.encode()])
-
 
 def replace_lines(path, lines):
     """Write lines of bytes into a file, all or none. They may come from the file itself."""

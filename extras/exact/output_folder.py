@@ -9,25 +9,13 @@ from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
-from core.config import ONCE, UserError, reading
-from core.data import data_sources, to_json
-from extras.exact.files import replace_file, replace_lines, set_aside, sync
+from core.config import ONCE, UserError
+from core.data import data_sources
+from core.run import CONFIG, EPISODES, LOGS, algorithm_of, set_aside, write_whole
+from extras.exact.files import replace_lines, sync
 
-CONFIG = "config.yaml"
-EPISODES = "trajectories.jsonl"
-LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects with a "step"
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
-
-
-def algorithm_of(folder):
-    """Return the name of the program whose run an output folder holds, or None."""
-    path = Path(folder) / "config.yaml"
-    if not path.is_file():
-        return None
-    with reading(path), open(path, "rb") as file:
-        match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
-    return match and match[1].decode()
 
 
 class OutputFolder:
@@ -119,12 +107,7 @@ class OutputFolder:
         # In ASCII, because PyYAML reads the U+0085 that it writes as a space.
         kept = {name: value for name, value in self.values.items() if name not in ONCE}
         text = yaml.safe_dump(kept, sort_keys=False)
-        replace_file(path, f"# {self.algorithm} run; `{again}` repeats it\n{text}")
-
-    def append(self, name, rows):
-        """Append rows to a log, one JSON object per line."""
-        with open(self.path / name, "a", encoding="utf-8", newline="\n") as file:
-            file.write("".join(to_json(row) for row in rows))
+        write_whole(path, f"# {self.algorithm} run; `{again}` repeats it\n{text}")
 
     def log_sizes(self):
         """Return {log: bytes}. A checkpoint holds them; what was written later is cut on resume."""

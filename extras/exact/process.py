@@ -2,7 +2,6 @@
 import errno
 import os
 import re
-import resource
 import shlex
 import signal
 import sys
@@ -93,7 +92,7 @@ class Signals:
             return Stop(f"out of memory: {first_line(error)}; {fits}{notes}", 1)
 
 
-# ------------------------------------------------------------------------------- memory and the disk
+# ------------------------------------------------------------------------------ memory and the disk
 def is_disk_full(error):
     """True if the error means a full disk. Python, safetensors and tokenizers give the number."""
     number = re.search(r"(?:\[Errno|os error) (\d+)", str(error))
@@ -105,17 +104,3 @@ def is_out_of_memory(error):
     words = "can't allocate memory", "CUDA error: out of memory", "Cannot allocate memory"
     return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
             or any(phrase in str(error) for phrase in words))
-
-
-def peak_memory_mb():
-    """Return the peak in MiB: what torch allocated on the GPU, else the resident set."""
-    torch, status = sys.modules.get("torch"), Path("/proc/self/status")
-    if torch and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**20
-    if status.exists():
-        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if peak:
-            return int(peak[1]) / 2**10
-    # ru_maxrss comes second because it starts from the peak of the process that forked this one.
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -1,11 +1,12 @@
 """Resuming: what a run must have in common with the one it continues, and the way back to it."""
 import os
-from importlib import import_module
 from itertools import takewhile
 
 from extras.exact.checkpoint import RESTORED, fingerprints, newest_checkpoint, read_state
 from core.config import CODE, ONCE, UserError, convert, read_yaml
-from extras.exact.output_folder import CONFIG, EPISODES, LOGS, algorithm_of, step_of
+from core.data import read_json
+from core.run import CONFIG, EPISODES, LOGS, algorithm_of
+from extras.exact.output_folder import step_of
 
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
@@ -32,7 +33,7 @@ def continue_run(folder, flags, paths):
         raise UserError(f"{folder.path}: holds a {algorithm} run, not one of {folder.algorithm}")
     longer = _compare(folder, flags)
     if (folder.path / "result.json").exists() and not longer:
-        result = import_module("extras.show.report").Result(folder.path)
+        result = read_json(folder.path / "result.json")
         print(f"{folder.path}: finished after {result['steps']} steps; a larger --max_steps "
               "continues it")
         return result, None, None

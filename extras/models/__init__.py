@@ -1,14 +1,19 @@
-"""Families of models beyond keys and values, and the probe at load.
+"""Families of models beyond Hermes's markup and keys and values, and the probe at load.
 
-    states.py  the cache of models that keep states: Mamba, LFM2, Qwen3.5, Granite 4
-    probe.py   a few tokens through three forward passes, which must agree
+    dialects.py      the tool calls and thoughts of a dozen families
+    python_calls.py  those of the families that write Python: [f(x=1)]
+    states.py        the cache of models that keep states: Mamba, LFM2, Qwen3.5, Granite 4
+    probe.py         a few tokens through three forward passes, which must agree
 
+Importing it fills the five tables of core/tool_calls.py. Without it such calls are no calls, and a
+model whose template writes them is told its tools in text.
 `make_engine` wraps core's: it gives such a model its cache, and refuses one that the probe has
 found to decode wrongly.
 """
 import core.engine
 from core.config import UserError
 from core.model import facts
+from extras.models import dialects  # noqa: F401
 from extras.models.states import StateCache, keeps_states
 
 __all__ = ["make_engine"]

@@ -22,7 +22,7 @@ from core.logprobs import token_logprobs
 from core.model import check_finite, facts, settings
 from extras import has
 from extras.models.states import StateCache, keeps_states
-from lora import adapters, remove_adapters
+from lora import adapter_tensors, adapters
 
 TOKENS = 17  # of each of the probe's two rows
 SHARED = 4  # tokens with which both rows begin, enough for `shared_prefix`
@@ -152,7 +152,11 @@ def drop_adapters(model, ids, name: str):
     if not settings(model).all_linear:
         raise UserError(f"{passed}; give --lora_target_modules {','.join(kept)}")
     print(f"note: {passed}: they are left out")
-    remove_adapters(model, [linears[path] for path in linears if end_of[path] in dropped], kept)
+    for path, linear in linears.items():
+        if end_of[path] in dropped:
+            del linear.lora, linear.forward
+    settings(model).tensors = adapter_tensors(model)
+    settings(model).peft["target_modules"] = kept
 
 
 def engine_logprobs(model, ids):

@@ -9,6 +9,7 @@ A rank that ends ends the others: torchrun stops them, and a collective that wai
 a machine that is cut off nobody is told: so a thread meets those of the other ranks all the time.
 """
 import atexit
+import functools
 import os
 import sys
 import time
@@ -21,7 +22,8 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from extras.background import in_thread
-from core.distributed import OneProcess
+import core.run
+from core.run import OneProcess
 from core.config import AROUND, Printable, Stop, UserError, first_line, shown
 
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
@@ -50,7 +52,8 @@ def leaving():
     os._exit(code)
 
 
-AROUND.insert(0, leaving)
+if os.environ.get("WORLD_SIZE", "1") != "1":
+    AROUND.insert(0, leaving)
 
 
 class Ranks(OneProcess):
@@ -89,6 +92,20 @@ class Ranks(OneProcess):
         atexit.register(dist.destroy_process_group)
         if rank:  # what rank 0 prints is enough
             sys.stdout = open(os.devnull, "w")
+
+    def share(self, n: int) -> range:
+        return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)
+
+    def micro_batches(self, n: int, batch_size: int) -> list[slice]:
+        """Return this rank's micro-batches of n sequences.
+
+        They are smaller than batch_size where a rank would otherwise have none.
+        """
+        if -(-n // batch_size) < min(n, self.world):
+            share = self.share(n)
+            return [slice(share.start, share.stop)] if share else []
+        starts = range(0, n, batch_size)[self.rank::self.world]
+        return [slice(start, start + batch_size) for start in starts]
 
     def apart(self):
         """Return the same ranks for another thread: `gather` does not meet that of this one."""
@@ -137,6 +154,10 @@ class Ranks(OneProcess):
         self._together(dist.all_reduce, tensor, dist.ReduceOp.SUM, self.group, True)
         return tensor
 
+    def all_reduce(self, model, metrics):
+        self.add_gradients(model)
+        return self.total(metrics)
+
     def add_gradients(self, model):
         """Make p.grad the sum of all ranks' gradients, in one flat all-reduce.
 
@@ -173,6 +194,25 @@ class Ranks(OneProcess):
                 raise RuntimeError(f"no sign of life for {SILENCE.seconds} s")
             time.sleep(0.002)
         work.wait()
+
+
+@functools.cache
+def join():
+    """Return this process's Ranks under torchrun, else OneProcess."""
+    return OneProcess() if os.environ.get("WORLD_SIZE", "1") == "1" else Ranks()
+
+
+class Run(core.run.Run):
+    """`core.run.Run` whose work is shared by the processes of torchrun."""
+
+    def processes(self):
+        return join()
+
+    def load(self, model, tokenizer, optimizer, total):
+        if self.ranks.world > 1:
+            weights = [p for group in optimizer.param_groups for p in group["params"]]
+            self.ranks.check_alike(weights)
+        return super().load(model, tokenizer, optimizer, total)
 
 
 def meet(pulse):

@@ -19,12 +19,12 @@ from envs.tasks import tasks_for
 from envs.tasks import PlayFlags
 from core.config import Stop, UserError, convert, fill, flag, main, mix, options, printable
 from core.data import message_lines
-from extras.exact.output_folder import algorithm_of
+from core.run import algorithm_of
 from core.chat import Chat
 from core.engine import Row
 from core.model import DTYPES
 from layers import load_model, sessions
-from lora import merged_to_decode
+from lora import merged
 from extras.show.report import config_of
 from extras.show.traces import Traces, play_tasks
 
@@ -189,7 +189,7 @@ def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
     [(name, chat)] = chats.items()
     limits = envs.limits_of(config)
     introduce(name, classes[name], chat)
-    with sessions(limits) as new_session, merged_to_decode(model):
+    with sessions(limits) as new_session, merged(model):
         engine = engine_for(config, model, chat)
         for number in count():
             session = new_session(name, classes[name], tasks[number % len(tasks)])
@@ -273,7 +273,7 @@ def chat_with_model(config: Config, model, tokenizer):
         raise UserError(str(error)) from error
     print("A plain chat without an environment. The conversation is remembered, and an\n"
           "empty line begins a new one. Ctrl-D ends.")
-    with merged_to_decode(model):
+    with merged(model):
         engine = engine_for(config, model, chat)
         for number in count():
             if not hold_conversation(config, chat, engine, mix(config.seed, number)):

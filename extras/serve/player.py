@@ -19,7 +19,7 @@ from core.model import facts, read_settings
 from core.engine import Engine, Row
 from extras.fast.sampling import sample
 from extras.fast.static_engine import slots_that_fit
-from lora import adapt, adapted_forward, adapters, merged_to_decode
+from lora import adapt, adapted_forward, adapters, merged
 from extras.serve.requests import BASE, Refusal
 
 SECONDS = 600  # until a request must have been answered
@@ -196,7 +196,7 @@ class Player:
     def run(self):
         """Decode until the process ends."""
         while True:
-            with merged_to_decode(self.model):
+            with merged(self.model):
                 most = facts(self.model).decode_rows
                 self.engine = make_engine(
                     self.model, tokens=self.tokens, kind=SharedEngine,

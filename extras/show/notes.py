@@ -7,7 +7,8 @@ from statistics import fmean
 from types import SimpleNamespace
 
 from extras.show.bars import duration
-from core.data import json_rows
+from core.config import UserError, reading
+from core.data import lines_of, parse_object
 
 HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncated", "tool_errors",
             "loss", "pairs/loss", "pairs/accuracy", "pairs/margin")
@@ -51,14 +52,6 @@ def step_line(step, total, line, seconds, left):
     """Return a step's line for a reader without a bar. Both durations are in seconds."""
     return (f"step {step:{len(str(total))}}/{total}  {step_numbers(line, 4, width=6)}  "
             f"{seconds:.1f} s, {duration(left)} left")
-
-
-def headline(metrics):
-    """Return the numbers of an evaluation that tell most, as text."""
-    # What was not finite is null in a file.
-    shown = [name for name in ("success", "reward", "loss", "pairs/loss")
-             if metrics.get(name) is not None]
-    return ", ".join(f"{name} {metrics[name]:.3f}" for name in shown)
 
 
 def wilson(k, n):
@@ -182,8 +175,26 @@ class Alarms:
     def read(self, path):
         """Take in the lines of metrics.jsonl that a resumed run has written before."""
         if path.exists():
-            for _, metrics in json_rows(path, is_log=True):
+            for _, metrics in log_rows(path):
                 self.add(metrics)
+
+
+def log_rows(path, wanted=None):
+    """Yield (line number, row) of a log, or only of its `wanted` lines.
+
+    A last line that was cut when the run was killed is left out.
+    """
+    for number, text in lines_of(path):
+        if not text.strip() or (wanted is not None and number not in wanted):
+            continue
+        try:
+            with reading(path, number):
+                row = parse_object(text)
+        except UserError:
+            if text.endswith("\n"):
+                raise
+            return
+        yield number, row
 
 
 def alarms(early, late):

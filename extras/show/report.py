@@ -9,12 +9,11 @@ from html import escape
 from pathlib import Path
 
 from extras.exact.checkpoint import newest_checkpoint
-from core.data import json_rows, lines_of, read_json, transcript, whole
+from core.data import lines_of, read_json, transcript, whole
 from core.config import UserError, prepare_streams, read_yaml, reading
 from envs.corpus import beginning
-from extras.exact.files import replace_file
-from extras.show.notes import headline, wilson
-from extras.exact.output_folder import CONFIG, EPISODES, algorithm_of
+from core.run import CONFIG, EPISODES, algorithm_of, headline, write_whole
+from extras.show.notes import log_rows, wilson
 from extras.show.curves import curves, number
 
 MAX_EPISODES = 24  # on a page
@@ -76,7 +75,7 @@ def result_of(folder):
 def logs_of(folder):
     """Return the rows of each log of an output folder."""
     paths = [path for path in (folder / "metrics.jsonl", folder / "timing.jsonl") if path.exists()]
-    return [[row for _, row in json_rows(path, is_log=True)] for path in paths]
+    return [[row for _, row in log_rows(path)] for path in paths]
 
 
 def write_html(name):
@@ -86,7 +85,7 @@ def write_html(name):
     """
     path = Path(name)
     output = path / "report.html" if path.is_dir() else path.with_suffix(".html")
-    replace_file(output, whole(page(path)))
+    write_whole(output, whole(page(path)))
     return output
 
 
@@ -138,7 +137,7 @@ def chosen_episodes(file):
     lines = sum(1 for _ in lines_of(file))
     n = min(lines, MAX_EPISODES)
     wanted = {round(i * lines / n) for i in range(1, n + 1)}
-    return reversed(list(json_rows(file, wanted, is_log=True)))
+    return reversed(list(log_rows(file, wanted)))
 
 
 def load_tokenizer(folder):

@@ -11,7 +11,7 @@ from pathlib import Path
 from agent import Episode, Trajectory, rollout, rollout_options
 from core.data import pass_at_k, summarise, to_json, transcript
 from core.config import UserError, printable
-from extras.exact.files import replace_file, set_aside
+from core.run import set_aside, write_whole
 from layers import make_engine
 
 SHOWN = 8  # episodes that are printed
@@ -94,7 +94,7 @@ class Traces:
     def replace(self, trajectories: list[Trajectory]):
         """Write all episodes in the order of their tasks, with those that are broken."""
         if self.path:
-            replace_file(self.path, "".join(to_json(t.to_json()) for t in trajectories))
+            write_whole(self.path, "".join(to_json(t.to_json()) for t in trajectories))
             self.count = len(trajectories)
 
 

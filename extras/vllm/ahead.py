@@ -33,7 +33,8 @@ class Ahead:
             play: `rollout` with the rest bound; its engine is a `Servers` of extras/vllm/servers.py.
         """
         self.collect, self.play, self.run = collect, play, run
-        self.ranks = run.ranks.apart()
+        # This process's ranks, for another thread.
+        self.ranks = run.ranks.apart() if run.ranks.world > 1 else run.ranks
         self.pay = play.keywords.get("pay")
         self.coming = None  # the Future of the next step's episodes
         self.due = SimpleQueue()  # functions that the main thread is to call

@@ -5,7 +5,7 @@ import torch
 
 from core.config import UserError
 from core.logprobs import token_logprobs
-from lora import adapter_tensors, merged, reference
+from lora import adapter_tensors, merged_to_train, reference
 
 PROMPTS = 4
 TOKENS = 16  # sampled after each of them
@@ -82,7 +82,7 @@ def check(model, turns: dict, temperature: float, tolerance: float) -> float:
 def difference(model, turns, temperature: float) -> float:
     """Return the mean of |theirs - ours| over all tokens of the turns, in nats."""
     errors = []
-    with merged(model):
+    with merged_to_train(model):
         for prompt, ids, theirs in turns:
             tokens = torch.tensor([prompt + ids], device=model.device)  # (1, T)
             mask = torch.ones_like(tokens)

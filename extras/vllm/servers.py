@@ -129,7 +129,7 @@ class Servers:
         self.context, self.prefix = run.ranks.first(
             lambda: (min(map(context_of, self.urls)), f"{time.time_ns():x}"))
         if run.writes:
-            run.endings.append(self.retire)
+            run.endings.append(lambda folder: self.retire())
 
     def __call__(self, model, *, tokens, slots, **sampling):
         """Return an engine that plays the adapter which was loaded last."""

@@ -1,0 +1,214 @@
+"""`core.run.Run` that stops where nothing is lost and continues bit for bit.
+
+It overrides what core/run.py names for it, and needs no line in a training loop: that an update has
+begun, it learns from a hook of the optimizer.
+"""
+import os
+import shlex
+import sys
+
+import core.run
+from core.config import Stop, code_flags, options, printable, say
+from core.data import to_json
+from core.run import set_aside, write_whole
+from extras.exact.checkpoint import (RESTORED, check_room, fingerprints, ingredients, prune,
+                                     seal)
+from extras.exact.environments import data_of, sources
+from extras.exact.files import sync
+from extras.exact.output_folder import OutputFolder
+from extras.exact.process import Signals
+from extras.exact.resuming import continue_run, go_back
+
+SAME_CALL = "the same call with resume=True"  # continues a run that no command can
+BAD_UPDATES = 3  # updates in a row that are not finite end the run
+
+
+class Run(core.run.Run):
+    """A run with a lock, signals, sealed checkpoints and the files of bad steps.
+
+    Attributes:
+        command: the command that continues this run.
+        updated: True from the first update of a step to the end of the step.
+        bad: updates in a row that were not finite.
+        scores: {step as text: success of its evaluation}, by which the best checkpoint is kept.
+        unlogged: the line of a step that has ended and is not written yet, or None.
+        made_of: {label: fingerprint} of the files that the run began with.
+        marks: {log: bytes} after the last whole step.
+    """
+
+    restored = RESTORED
+
+    def __init__(self, config, algorithm):
+        """Lock the output folder, and verify the checkpoint to resume. `begin` changes the folder.
+
+        Raises UserError if a value is out of bounds, or the folder cannot be written, is in use, or
+        holds a run that is neither to be resumed nor to be overwritten.
+        """
+        self.bad, self.updated, self.unlogged, self.thinned = 0, False, None, False
+        self.made_of, self.scores, self.marks = {}, {}, {}
+        # In a notebook none are handled.
+        self.signals = Signals.active or Signals()
+        super().__init__(config, algorithm)
+        # The first rank has read what the run began with.
+        config.max_steps = self.values["max_steps"] = self.ranks.first(
+            lambda: self.values["max_steps"])
+
+    # -------------------------------------------------------------------------------- the folder
+    def enter(self):
+        self.command = self.command_to_continue()
+        self.files = OutputFolder(self.values, self.algorithm, self.command)
+        self.files.enter()
+        self.log_state = None  # that of the checkpoint
+        if not self.values["resume"]:
+            return None, None
+        result, checkpoint, self.log_state = continue_run(
+            self.files, options(type(self.config)), self.ingredients())
+        return result, checkpoint
+
+    def command_to_continue(self) -> str:
+        """Return the command that continues this run, or SAME_CALL."""
+        # A notebook's own Config has no file.
+        module = sys.modules[type(self.config).__module__]
+        self.program = getattr(module, "__file__", f"{self.algorithm}.py")
+        launcher = self.ranks.launcher() if self.ranks.world > 1 else ["python"]
+        command = shlex.join([*launcher, os.path.relpath(self.program), "--config",
+                              os.path.join(self.config.output_dir, "config.yaml"),
+                              *code_flags(self.values), "--resume"])
+        # __main__:Class or __mp_main__:Class: no program finds it.
+        return SAME_CALL if "main__:" in command else command
+
+    def ingredients(self):
+        plays = hasattr(self.config, "env")
+        code = sources(self.config) if plays else []
+        data = data_of(self.config) if plays else []
+        return ingredients(self.config, code, data, self.program, self.folder / "base")
+
+    def begin(self):
+        """Take the folder. From then on there is a command that continues the run."""
+        super().begin()
+        self.signals.run = self.signals.run or self
+
+    def take_folder(self):
+        if self.values["resume"]:
+            go_back(self.folder, self.log_state)
+        self.files.begin()
+
+    def write_config(self):
+        self.files.write_config()
+
+    # ------------------------------------------------------------------------------ leaving early
+    def __exit__(self, kind, error, traceback):
+        """Save the last whole step if anything ends the block early.
+
+        Between two updates of a step the weights are those of no step: the last checkpoint stands.
+        """
+        super().__exit__(kind, error, traceback)
+        looping, self.signals.looping = self.signals.looping is self, None
+        if not error or not looping:
+            return
+        if not self.updated:
+            self.save()
+        if isinstance(error, Stop):
+            return
+        how = f"continue with: {self.command}"
+        # The other ranks do not know what is saved.
+        if self.writes:
+            saved = "nothing is saved" if self.saved is None else f"step {self.saved} is saved"
+            lost = "half a step is lost, " if self.updated else ""
+            how = f"{lost}{saved}; {how}"
+        error.add_note(how)
+
+    def check(self):
+        """Leave if a signal came and the step has changed no weight yet."""
+        if self.signals.signum and not self.updated:
+            raise self.signals.stop()
+
+    # ---------------------------------------------------------------------------------- the loop
+    def load(self, model, tokenizer, optimizer, total):
+        optimizer.register_step_pre_hook(self.begin_update)
+        self.values["max_steps"] = total
+        self.begin()
+        self.ranks.first(lambda: check_room(self.folder, optimizer))
+        if self.writes and not self.checkpoint:
+            self.made_of = fingerprints(self.ingredients())
+        self.marks = self.files.log_sizes()
+        first = super().load(model, tokenizer, optimizer, total)
+        # In the loop a signal waits until nothing is lost.
+        self.signals.looping = self
+        if self.unlogged:
+            # The run was stopped between a step and its line: write that line now.
+            self.write_line(first - 1, self.unlogged, {})
+            self.start_clock()
+        return first
+
+    def begin_update(self, *_):
+        """Called before the optimizer steps. From here to the end of the step signals wait."""
+        # With several ranks one would leave here while the others update.
+        if self.ranks.world == 1:
+            self.check()
+        self.bad, self.updated = 0, True
+
+    def log_evaluation(self, step, metrics):
+        super().log_evaluation(step, metrics)
+        if step:
+            # The checkpoint of this step may be the best.
+            self.scores[str(step)] = metrics.get("success")
+            self.save()
+            self.start_clock()
+
+    def end_step(self, step):
+        super().end_step(step)
+        self.check()
+
+    def write_line(self, step, metrics, timing):
+        self.unlogged, self.updated, self.marks = metrics, False, self.files.log_sizes()
+        super().write_line(step, metrics, timing)
+        # The episodes that dpo.py played are all of one step, which stays whole.
+        if self.writes and "episodes" in metrics and self.files.has_too_many_episodes():
+            self.files.thin_episodes()
+            self.thinned = True
+        self.unlogged, self.marks = None, self.files.log_sizes()
+
+    def skip(self, episodes, reason):
+        """Keep the episodes of what is skipped in bad_step_N.json, from which no program learns.
+
+        The third in a row raises Stop.
+        """
+        if not episodes:
+            return super().skip(episodes, reason)
+        self.bad += 1
+        reason, path = printable(reason), self.folder / f"bad_step_{self.step}.json"
+        if self.writes:
+            rows = [t.to_json() for t in episodes]
+            write_whole(path, to_json({"step": self.step, "why": reason, "episodes": rows}, indent=1))
+        say(f"step {self.step + 1}: {reason}: skipped; its episodes are in {path}")
+        if self.bad >= BAD_UPDATES:
+            raise Stop(f"step {self.step + 1}: {reason}: the third update in a row that is not "
+                       f"finite; lower --learning_rate, or look at the rewards in {path}; another "
+                       f"run can start from this one's checkpoints: --model_path {self.folder}", 3)
+
+    # -------------------------------------------------------------------------------- checkpoints
+    def save_is_due(self):
+        # Of a thinned log earlier checkpoints hold the wrong size: save one with the right one.
+        return self.thinned or super().save_is_due()
+
+    def save(self):
+        if self.writes and self.saved != self.step:
+            self.files.flush()
+        super().save()
+        self.thinned = False
+
+    def state(self):
+        return super().state() | {"algorithm": self.algorithm, "lines": self.marks}
+
+    def write_checkpoint(self, folder):
+        super().write_checkpoint(folder)
+        seal(folder, self.state())
+
+    def put_in_place(self, folder, path):
+        """Rename what stands in the checkpoint's place, and keep the last two and the best."""
+        if path.exists():
+            set_aside(path)
+        folder.rename(path)
+        sync(path.parent)
+        prune(self.folder, self.scores)

@@ -1,0 +1,126 @@
+"""`core.run.Run` that shows itself: bars, the plan, notes and alarms, a full table, report.html."""
+import sys
+
+from tqdm import tqdm
+
+import core.run
+import envs
+from core.config import NO_BAR, UserError, options, say
+from extras.show.notes import (Alarms, first_notes, idle_notes, next_command, plan, print_table,
+                               step_line, step_numbers)
+
+
+class Run(core.run.Run):
+    """A run that says what it does.
+
+    Attributes:
+        passed: the sequences of all passes of a step.
+        bar: the progress bar of the steps, once `load` has been called.
+    """
+
+    passed, bar = 0, None
+
+    def __init__(self, config, algorithm):
+        super().__init__(config, algorithm)
+        if self.finished:
+            self.finished = self.ranks.first(self.result_to_show)
+
+    def result_to_show(self):
+        """Return the result, which a notebook shows as a page. The page is loaded only here."""
+        from extras.show.report import Result
+        return Result(self.folder)
+
+    def __exit__(self, kind, error, traceback):
+        if self.bar:
+            self.bar.close()
+        super().__exit__(kind, error, traceback)
+
+    # ------------------------------------------------------------------------------- before a step
+    def load(self, model, tokenizer, optimizer, total):
+        names = envs.names_of(getattr(self.config, "env", None))
+        self.has_expert = all(map(envs.has_expert, names))
+        self.has_tools = any(envs.tools(envs.load(name)) for name in names)
+        self.alarms = Alarms(options(type(self.config)), self.has_expert)
+        self.listeners.append(self.warn)
+        first = super().load(model, tokenizer, optimizer, total)
+        notes = idle_notes(self.config)
+        if first:
+            notes += self.notes_on_the_model()
+        for note in notes:
+            say(note)
+        if total > first:
+            say(plan(self.config, total - first))
+        self.bar = tqdm(total=total, desc=self.algorithm, initial=first, disable=NO_BAR,
+                        leave=False, dynamic_ncols=True)
+        return first
+
+    def restore(self, checkpoint):
+        super().restore(checkpoint)
+        self.alarms.read(self.folder / "metrics.jsonl")
+
+    def log_evaluation(self, step, metrics):
+        super().log_evaluation(step, metrics)
+        if step == 0:
+            for note in self.notes_on_the_model():
+                say(note)
+
+    def notes_on_the_model(self):
+        if self.algorithm == "sft":
+            return []
+        return first_notes(self.before, self.config, self.model, self.has_expert, self.has_tools)
+
+    # ------------------------------------------------------------------------------------- a step
+    def start_clock(self):
+        super().start_clock()
+        self.passed = 0
+
+    def micro_batches(self, sequences, *seed):
+        self.passed += sequences
+        number = len(self.ranks.micro_batches(sequences, self.config.batch_size))
+        passes = super().micro_batches(sequences, *seed)
+        yield from tqdm(passes, "forward passes", number, disable=NO_BAR, leave=False, delay=2)
+
+    def timing_of(self, line, seconds):
+        """Add seconds and tokens per second of the rollout and of the updates."""
+        update_seconds = seconds - self.rollout_seconds
+        timing = super().timing_of(line, seconds)
+        timing = {"seconds": seconds, "update_seconds": update_seconds, **timing}
+        if self.rollout_seconds and "episodes" in line:
+            timing["rollout_seconds"] = self.rollout_seconds
+            # Every pass, to score or to update, forwards the episodes again.
+            timing["update_tokens_per_second"] = line["tokens"] * self.passed / update_seconds
+            # The seconds of a step that was played ahead are only those of waiting for it.
+            if not line.get("staleness"):
+                timing["rollout_tokens_per_second"] = self.rollout_tokens / self.rollout_seconds
+        return timing
+
+    def warn(self, step, metrics, timing):
+        """Print the alarms that a step's line raises."""
+        for sentence in self.alarms.add(metrics):
+            say(f"ALARM, step {step + 1}: {sentence}")
+
+    def show_step(self, line, seconds):
+        self.bar.update()
+        self.bar.set_postfix_str(step_numbers(line, 2))
+        if self.bar.disable:
+            left = self.seconds / self.step * (self.total - self.step)
+            say(step_line(self.step, self.total, line, seconds, left))
+
+    # --------------------------------------------------------------------------------- the result
+    def show_result(self, next_program):
+        print_table(self.before, self.after, self.total, self.seconds)
+        print(f"written: {self.config.output_dir}")
+        # No command finds an environment of the program that was started.
+        if "main__:" not in str(getattr(self.config, "env", "")):
+            words = ["--num_tasks", "3"] if next_program == "agent.py" and self.config.env else []
+            print(f"next:    {next_command(next_program, self.config, *words)}")
+
+    def write_result(self, result):
+        super().write_result(result)
+        from extras.show.report import write_html
+        try:
+            write_html(self.folder)
+        except (UserError, OSError) as error:
+            # A page must not fail a run.
+            print(f"report.html: {error}", file=sys.stderr)
+        return self.result_to_show()

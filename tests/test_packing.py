@@ -1,0 +1,49 @@
+"""core/packing.py: rows that begin alike, as one packed row, have the log-probabilities and gradients of rows apart."""
+import pytest
+import torch
+from lora_helpers import IDS, alike, gradients, randomise, random_mask, same_gradients
+
+import lora
+from core import token_logprobs
+from core.model import facts
+from core.packing import shared_prefix
+
+
+@pytest.fixture
+def model(tiny):
+    """What core alone loads."""
+    return randomise(lora.load_model(tiny, device="cpu", lora_r=4)[0])
+
+
+def test_packed_rows_are_the_rows_apart_and_fewer_tokens(model):
+    ids, mask = alike()
+    seen = []
+    model.base_model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:2].numel()))
+    results = []
+    for shares in (True, False):
+        facts(model).shares_prefix = shares
+        logprobs, entropy = token_logprobs(model, ids, mask, 0.7)
+        results.append((logprobs.detach(), entropy.detach(), gradients(model, (logprobs + 0.1 * entropy).sum())))
+    assert seen == [9 + 3 * 12, 3 * 21]
+    (packed, packed_entropy, ours), (apart, entropy, exact) = results
+    assert (packed - apart).abs().max() < 1e-5 and (packed_entropy - entropy).abs().max() < 1e-5
+    same_gradients(ours, exact)
+
+
+def test_core_packs_the_families_it_knows_and_no_sliding_window(model):
+    ids, mask = alike()
+    assert shared_prefix(model, ids, mask) == 9
+    assert shared_prefix(model, IDS, random_mask(IDS)) == 0  # no two rows begin alike
+    model.config.sliding_window = 4
+    assert shared_prefix(model, ids, mask) == 0
+
+
+def test_a_family_that_core_does_not_know_runs_row_by_row():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from core.packing import allow_packing
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=700, n_embd=16, n_layer=1, n_head=2))
+    allow_packing(model)
+    assert not facts(model).shares_prefix
+    logprobs, _ = token_logprobs(model, *alike())
+    assert torch.isfinite(logprobs).all()
