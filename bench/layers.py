@@ -25,7 +25,7 @@ def measure(args, off) -> dict:
     from core.data import collate
     from core.logprobs import token_logprobs
     from envs.tasks import load_tasks
-    from extras.exact.process import peak_memory_mb
+    from core.run import peak_memory_mb
     from extras.fast.processor import USED
     from extras.memory.techniques import PLAIN
     from layers import load_model
