@@ -17,8 +17,8 @@ from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
 from core.config import UserError, fill, flag, main, mix, read_yaml
-from core.data import (is_finite, pass_at_k, summarise, to_json, transcript,
-                       without_too_long)
+from core.data import is_finite, pass_at_k, summarise, to_json, transcript
+from envs.session import without_too_long
 
 import envs
 from envs import Limits, load_environments
