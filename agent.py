@@ -3,33 +3,31 @@
     rollout     play episodes: the model samples turns, tools run while other episodes decode
     evaluate    success, pass@k, reward and more of a model in an environment
 
-    python agent.py --model_path runs/grpo          play tasks that you type (or extras/serve: chat)
+    python agent.py --model_path runs/grpo          chat with the agent
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 """
 import math
-import runpy
+import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import chain, count, product
 from pathlib import Path
 
-# Imported before torch: it sets how torch's threads wait.
-from core.config import UserError, fill, flag, main, mix, read_yaml
-from core.data import is_finite, pass_at_k, summarise, to_json, transcript
-from envs.session import without_too_long
-
 import envs
-from envs import Limits, load_environments
-from envs.calls import shortened
-from envs.session import EpisodeFault, Session
-from envs.tasks import PlayFlags, tasks_for
 from core.chat import Chat
-from core.tool_calls import parse_tool_calls
+from core.config import UserError, flag, main, mix, printable
+from core.data import is_finite, pass_at_k, summarise, to_json, transcript
 from core.engine import Row
 from core.model import DTYPES, facts
-from layers import episode_bar, has, load_model, make_engine, rewards_of, sampler_of, sessions
+from core.tool_calls import parse_tool_calls
+from envs import Limits, load_environments
+from envs.calls import shortened
+from envs.session import EpisodeFault, Session, without_too_long
+from envs.tasks import PlayFlags, as_the_run, tasks_for
+from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
+                    terminal)
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,
@@ -376,7 +374,8 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
 class Config(PlayFlags):
     heading = "agent"
     model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
-    env: str | None = flag(None, "environment; default: that of the run that wrote the model")
+    env: str | None = flag(None, "environment, or none for a plain chat; default: that of the run "
+                                 "that wrote the model", optional=False)
     num_tasks: int = flag(0, "play this many tasks, print some of them, and count", low=0)
     split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
     group_size: int = 1
@@ -386,27 +385,14 @@ class Config(PlayFlags):
     seed: int = flag(0, "of tasks and sampling", low=0)
 
 
-def as_the_run(config: Config) -> Config:
-    """Take what no flag says from the run that wrote the model: environment, tasks, dtype."""
-    written = Path(config.model_path, "config.yaml")
-    run = {name: value for _, name, value in read_yaml(written)} if written.exists() else {}
-    run["dataset"] = run.get("tasks", run.get("dataset"))  # sft.py's dataset is other data
-    for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
-        if run.get(name) and getattr(config, name) in (None, "auto"):
-            if name == "env" and ":" in run[name]:
-                # Data never chooses which code runs.
-                raise UserError(f"{written}: the run played --env {run[name]}; give --env yourself")
-            config = replace(config, **{name: run[name]})
-    config = replace(config, env=config.env or "equations")
-    return fill(config, envs.limits(config.env))
-
-
 def command(config: Config):
     """Play tasks, print some, and count; without --num_tasks play those that the user types."""
     config = as_the_run(config)
     if config.output and Path(config.output).exists():
         raise UserError(f"--output {config.output}: there is a file of this name")
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
+    if not config.env:
+        return chat_with_model(config, model, Chat(tokenizer, [], model.generation_config))
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config))
     tasks = tasks_for(config, config.split, config.num_tasks or 100)
     if not config.num_tasks:
@@ -433,8 +419,24 @@ def chat(play, cls, tasks: list[dict]):
                 print(f"[{error}]")
 
 
+def chat_with_model(config: Config, model, chat: Chat):
+    """Hold a conversation with the model alone. An empty line or Ctrl-D ends."""
+    engine = make_engine(model, slots=1, tokens=config.max_tokens, stop_ids=chat.end_ids,
+                         temperature=config.temperature)
+    ids = []  # of the conversation
+    with suppress(EOFError):
+        while text := input("You: "):
+            question = [{"role": "user", "content": text}]
+            ids += chat.reply(text, ids[-1]) if ids else chat.prompt(question)
+            limit = min(config.max_new_tokens, config.max_tokens - len(ids))
+            row = Row(ids, seed=mix(config.seed, len(ids)), limit=limit)
+            engine.add([row])
+            while engine.busy:
+                engine.step()
+            engine.release(row)
+            ids += row.turn
+            print(f"Assistant: {printable(chat.text(row.turn))}")
+
+
 if __name__ == "__main__":
-    if has("serve"):
-        runpy.run_module("extras.serve.chat", run_name="__main__")
-    else:
-        main(Config, command, __doc__)
+    main(*terminal(Config, command, sys.modules[__name__]), __doc__)

@@ -6,7 +6,7 @@ same signature, and every program runs and learns without that layer.
 from functools import partial
 from pathlib import Path
 
-from core.config import LayerFlags, episode_bar
+from core.config import LayerFlags, episode_bar, terminal
 from core.engine import make_engine, sampler_of
 from core.run import Run
 from envs import rewards_of
@@ -42,6 +42,8 @@ if has("data"):
     import extras.data  # noqa: F401  fills tables of core/data.py and core/config.py
 if has("rewards"):
     from extras.rewards import rewards_of  # noqa: F811
+if has("serve"):
+    from extras.serve import terminal  # noqa: F811
 if has("show"):
     from extras.show.bars import episode_bar  # noqa: F811
 if has("vllm"):
@@ -65,4 +67,4 @@ if has("fast"):
     make_engine = partial(fast.make_engine, make=make_engine)
 
 __all__ = ["LayerFlags", "Run", "episode_bar", "load_model", "make_engine", "rewards_of",
-           "sampler_of", "sessions"]
+           "sampler_of", "sessions", "terminal"]

@@ -438,6 +438,14 @@ def shown(error, rank=""):
     return "; ".join((line, *getattr(error, "__notes__", ())))
 
 
+def terminal(config_class, command, module):
+    """Return the Config and the command of a program that a person talks to: in core as they are.
+
+    extras/serve overrides it for agent.py. `module` is the program's.
+    """
+    return config_class, command
+
+
 def prepare_streams():
     """Let printing never fail, and the libraries draw their bars for a terminal alone."""
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)

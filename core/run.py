@@ -14,7 +14,6 @@
 Line k of metrics.jsonl is of step k; its eval/... are of the policy before that step. A run that is
 killed loses what came after its last checkpoint. Layers override the methods that are named here.
 """
-import json
 import os
 import re
 import resource
@@ -24,8 +23,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from core.config import ONCE, UserError, convert, mix, options, printable, say
-from core.data import finite, read_json, reading, summarise, to_json, unusable
+from core.config import ONCE, UserError, convert, mix, options, printable, read_yaml, say
+from core.data import finite, json_rows, read_json, reading, summarise, to_json, unusable
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -105,7 +104,7 @@ class Run:
         self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
                        for name in flags}
         vars(config).update(self.values)  # Python code may say "1e-4", as PyYAML reads it
-        # An environment may change the current folder.
+        # Absolute, because an environment may change the current folder.
         self.folder = Path(config.output_dir).absolute()
         self.ranks = self.processes()
         self.writes = self.ranks.rank == 0
@@ -141,13 +140,10 @@ class Run:
         Raises UserError if the folder holds a run that is neither to be resumed nor overwritten.
         """
         algorithm = algorithm_of(self.folder)
-        if not algorithm:
-            return None, None
-        if not self.values["resume"]:
-            if not self.values["overwrite"]:
-                raise UserError(f"{self.folder}: already holds a {algorithm} run; --resume "
-                                "continues it, --overwrite renames it, or give another "
-                                "--output_dir")
+        if algorithm and not (self.values["resume"] or self.values["overwrite"]):
+            raise UserError(f"{self.folder}: already holds a {algorithm} run; --resume continues "
+                            "it, --overwrite renames it, or give another --output_dir")
+        if not algorithm or not self.values["resume"]:
             return None, None
         path = self.folder / "result.json"
         result = read_json(path) if path.exists() else None
@@ -168,11 +164,11 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "result.json").unlink(missing_ok=True)
         first = int(self.checkpoint.name[5:]) if self.checkpoint else 0
-        for path in [self.folder / name for name in LOGS]:
-            if path.exists():
-                whole = [line for line in path.open() if line.endswith("\n")]
-                kept = [line for line in whole if json.loads(line)["step"] < first]
-                write_whole(path, "".join(kept))
+        for name in LOGS:
+            if (self.folder / name).exists():
+                rows = [row for _, row in json_rows(self.folder / name, is_log=True)]
+                kept = [to_json(row) for row in rows if row["step"] < first]
+                write_whole(self.folder / name, "".join(kept))
         self.write_config()
 
     def write_config(self):
@@ -184,12 +180,7 @@ class Run:
 
     # ---------------------------------------------------------------------------------- the loop
     def load(self, model, tokenizer, optimizer, total: int) -> int:
-        """Return the first step to do: 0, or of a resumed run the one after its checkpoint.
-
-        Args:
-            model, tokenizer, optimizer: what checkpoints hold; that of a resumed run is loaded.
-            total: steps of the whole run.
-        """
+        """Return the first step to do of the total: 0, or that after the checkpoint to resume."""
         self.model, self.tokenizer, self.optimizer, self.total = model, tokenizer, optimizer, total
         self.values["max_steps"] = self.planned = total
         for group in optimizer.param_groups:
@@ -220,7 +211,7 @@ class Run:
         self.rollout_seconds = self.rollout_tokens = 0
 
     def micro_batches(self, sequences: int, *seed):
-        """Yield the slices of a step's sequences that this process forwards, batch_size at a time.
+        """Yield slices of batch_size sequences, those that this process forwards.
 
         `seed` names the pass over them: each of its micro-batches draws its own dropout.
         """
@@ -271,19 +262,13 @@ class Run:
         self.start_clock()
 
     def write_episodes(self, episodes, limit: int | None = None):
-        """Append the first `limit` episodes and the rest of their groups, or all, if None.
-
-        They go into trajectories.jsonl, which other programs learn from: no group is cut.
-        """
+        """Append the first `limit` episodes, or all, to trajectories.jsonl. No group is cut."""
         groups = {t.group_id for t in episodes[:limit]}
         shown = [t for t in episodes if t.group_id in groups]
         self.append(EPISODES, [{"step": self.step} | t.to_json() for t in shown])
 
     def write_line(self, step: int, metrics: dict, timing: dict):
-        """Append a step's line to metrics.jsonl and timing.jsonl, and tell the listeners.
-
-        metrics holds what is a function of the seed, timing what a clock decides. Both are flat.
-        """
+        """Append a step's lines: what is a function of the seed, and what a clock decides."""
         self.append("metrics.jsonl", [{"step": step} | metrics])
         self.append("timing.jsonl", [{"step": step} | timing])
         for listener in self.listeners:
@@ -339,11 +324,7 @@ class Run:
         return {name: getattr(self, name) for name in self.restored}
 
     def save_weights(self, folder):
-        """Write what trains into `folder`: the adapter in PEFT's format, or all weights.
-
-        A fork with state of its own overrides this and `load_weights`: checkpoints then hold it. It
-        changes it at the end of a step, because a step that is stopped early is done again.
-        """
+        """Write what trains. A fork with state of its own overrides this and `load_weights`."""
         save_model(self.model, folder)
 
     def load_weights(self, folder):
@@ -358,12 +339,9 @@ class Run:
 
     # -------------------------------------------------------------------------------- the result
     def finish(self, after: dict, next_program="agent.py", **extra) -> dict:
-        """Write result.json, print what came out, and return the result.
+        """Write result.json with the `extra` entries, print what came out, and return the result.
 
-        Args:
-            after: what an evaluation after the last step returned.
-            next_program: the program to continue with; "agent.py" shows episodes.
-            extra: further entries of result.json.
+        `after` is what an evaluation after the last step returned.
         """
         self.after = after
         self.show_result(next_program)
@@ -372,7 +350,9 @@ class Run:
                   "held_out_tasks": after.get("episodes"), "steps": self.total,
                   "seed": self.config.seed, "seconds": time.monotonic() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
-        result = self.ranks.first(lambda: self.write_result(finite(result)))
+        result = self.ranks.first(lambda: finite(result))
+        if self.writes:
+            write_whole(self.folder / "result.json", to_json(result, indent=1))
         for end in self.endings:
             end(self.folder)
         return result
@@ -382,11 +362,6 @@ class Run:
         print(f"\nbefore:  {headline(self.before)}\nafter:   {headline(self.after)}")
         print(f"written: {self.config.output_dir}\n"
               f"next:    python {next_program} --model_path {self.config.output_dir}")
-
-    def write_result(self, result: dict) -> dict:
-        """Write result.json, and return what it holds."""
-        write_whole(self.folder / "result.json", to_json(result, indent=1))
-        return result
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -398,6 +373,13 @@ def algorithm_of(folder) -> str | None:
     with reading(path), open(path, "rb") as file:
         match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
     return match and match[1].decode()
+
+
+def config_of(folder) -> dict:
+    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
+    if not algorithm_of(folder):
+        return {}
+    return {name: value for _, name, value in read_yaml(Path(folder, CONFIG))}
 
 
 def set_aside(path: Path) -> Path:
@@ -420,10 +402,7 @@ def write_whole(path: Path, text: str):
 
 
 def optimizer_tensors(optimizer) -> dict:
-    """Return the optimizer's state as {"number of the parameter|key": CPU tensor}.
-
-    A plain number becomes a 0-dim tensor. The learning rate, a function of the step, is left out.
-    """
+    """Return the optimizer's state as {"number of the parameter|key": CPU tensor}."""
     tensors = {}
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in enumerate(weights):

@@ -84,7 +84,7 @@ ADAPTERS, TOOLS = {}, {}
 NEEDED = {"code": "sandbox", "gymnasium": "adapters", "reasoning_gym": "adapters",
           "verifiers": "adapters"}
 COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
-LIBRARY = ("agent", "core", "envs", "extras", "layers", "llm", "lora",
+LIBRARY = ("agent", "core", "envs", "episodes", "extras", "layers", "llm", "lora",
            "schooling")  # not the user's
 
 

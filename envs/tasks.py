@@ -8,8 +8,9 @@ from itertools import chain
 from tqdm import tqdm
 
 import envs
-from core.config import NO_BAR, UserError, auto, flag, reading
+from core.config import NO_BAR, UserError, auto, fill, flag, reading
 from core.data import finite, print_dropped, read_data, shuffled, split_of
+from core.run import config_of
 
 needed = cache(envs.needed)  # a file may have a million rows
 
@@ -105,6 +106,20 @@ def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> 
     dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
     return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
                       envs.options_of(config), config.fields, holds_out)
+
+
+def as_the_run(config):
+    """Take what no flag says from the run that wrote the model: environment, tasks, dtype."""
+    run = config_of(config.model_path)
+    run["dataset"] = run.get("tasks", run.get("dataset"))  # sft.py's dataset is other data
+    for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
+        if run.get(name) and getattr(config, name) in (None, "auto"):
+            if name == "env" and ":" in run[name]:
+                # Data never chooses which code runs.
+                raise UserError(f"the run played --env {run[name]}; give --env yourself")
+            config = replace(config, **{name: run[name]})
+    config = replace(config, env=None if config.env == "none" else config.env)
+    return fill(config, envs.limits(config.env))
 
 
 def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:

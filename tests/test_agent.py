@@ -25,14 +25,14 @@ import pytest
 import torch
 
 import agent
+import agent_program
 from envs.tasks import load_tasks
 import envs
 from agent import Limits, Trajectory, evaluate, rollout
 from core.data import collate
 from envs.calls import shorten, shortened
 from core.data import pass_at_k, summarise, transcript, without_faults
-from extras.serve import chat as talk
-from extras.show import traces
+from extras.serve import chat as talk, settings
 from episodes import read_trajectories, trajectory_of
 from schooling import demonstrate
 from core.run import OneProcess
@@ -1089,23 +1089,23 @@ def test_traces_come_from_the_training_split(tmp_path, monkeypatch):
 def test_an_old_output_file_is_renamed_when_model_and_tasks_have_loaded(tmp_path, monkeypatch):
     out = tmp_path / "traces.jsonl"
     out.write_text("hours of work\n")
-    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     for wrong in ({"dataset": "nowhere.jsonl"}, {"env": "nowhere.py:Env"}):
         with pytest.raises(UserError):
-            talk.command(talk.Config(**{"env": "equations", "num_tasks": 1, "output": str(out), **wrong}))
+            agent_program.run(agent_program.Config(**{"env": "equations", "num_tasks": 1, "output": str(out), **wrong}))
         assert out.read_text() == "hours of work\n"
     with monkeypatch.context() as patch:
-        patch.setattr(traces, "rollout", lambda *_, **__: raising())
+        patch.setattr(agent, "rollout", lambda *_, **__: raising())
         with pytest.raises(KeyError):
-            talk.command(talk.Config(env="equations", num_tasks=1, output=str(out)))
+            agent_program.run(agent_program.Config(env="equations", num_tasks=1, output=str(out)))
     assert os.listdir(tmp_path) == ["traces.jsonl.1"]
-    talk.command(talk.Config(env="equations", num_tasks=2, max_new_tokens=4, output=str(out)))
+    agent_program.run(agent_program.Config(env="equations", num_tasks=2, max_new_tokens=4, output=str(out)))
     assert len(read_trajectories(str(out))) == 2 and sorted(os.listdir(tmp_path)) == ["traces.jsonl", "traces.jsonl.1"]
     assert (tmp_path / "traces.jsonl.1").read_text() == "hours of work\n"
     (tmp_path / "link.jsonl").symlink_to(out)
     for place, says in [(tmp_path / "link.jsonl", "is no regular file"), (tmp_path, "is no regular file"), (tmp_path / "no" / "t.jsonl", "No such file")]:
         with pytest.raises(UserError, match=f"--output .*{says}"):
-            talk.command(talk.Config(env="equations", num_tasks=1, output=str(place)))
+            agent_program.run(agent_program.Config(env="equations", num_tasks=1, output=str(place)))
 
 
 def run_folder(folder, **options):
@@ -1121,11 +1121,11 @@ def test_the_agent_plays_what_its_run_played(tmp_path, capsys):
     tasks.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 30)
     folder = run_folder(tmp_path / "run", env="gsm8k", dataset=tasks, eval_dataset="null", env_options="num_turns=3", learning_rate="1e-3")
     for place in (folder / "base", folder):
-        config = talk.settle(talk.Config(model_path=str(place)))
+        config = settings.settle(agent_program.Config(model_path=str(place)))
         assert (config.env, config.dataset, config.eval_dataset, config.env_options) == ("gsm8k", str(tasks), None, "num_turns=3")
         assert (config.max_new_tokens, config.max_tokens) == (512, 2048)
     assert f"--env gsm8k --dataset {tasks} --env_options num_turns=3" in capsys.readouterr().out
-    config = talk.settle(talk.Config(model_path=str(folder), env="equations"))
+    config = settings.settle(agent_program.Config(model_path=str(folder), env="equations"))
     assert (config.env, config.dataset, config.env_options, config.max_new_tokens) == ("equations", None, None, 64)
 
 
@@ -1135,7 +1135,7 @@ def test_the_agent_plays_what_its_run_played(tmp_path, capsys):
     ({"dataset": "null", "trajectories": "chats.jsonl", "tasks": "t.jsonl", "eval_dataset": "more.jsonl"}, ("t.jsonl", "t.jsonl")),
     ({"dataset": "null", "trajectories": "null", "tasks": "t.jsonl", "eval_dataset": "e.jsonl"}, ("t.jsonl", "e.jsonl"))])
 def test_the_agent_plays_the_tasks_of_its_run_and_not_what_it_learned_from(tmp_path, written, played):
-    config = talk.settle(talk.Config(model_path=str(run_folder(tmp_path / "run", env="gsm8k", **written))))
+    config = settings.settle(agent_program.Config(model_path=str(run_folder(tmp_path / "run", env="gsm8k", **written))))
     assert (config.dataset, config.eval_dataset) == played
 
 
@@ -1143,7 +1143,7 @@ def test_the_agent_plays_the_tasks_of_its_run_and_not_what_it_learned_from(tmp_p
 def test_another_temperature_than_the_runs_is_noted(tmp_path, capsys, stated, given, is_noted):
     """Trained and evaluated at 0.7, a policy succeeds less often at 1."""
     folder = run_folder(tmp_path / "run", env="equations", temperature=stated)
-    assert talk.settle(talk.Config(model_path=str(folder), temperature=given)).temperature == given
+    assert settings.settle(agent_program.Config(model_path=str(folder), temperature=given)).temperature == given
     assert ("note: the run sampled at --temperature 0.7; this is at 1\n" in capsys.readouterr().out) == is_noted
 
 
@@ -1152,14 +1152,14 @@ def test_another_temperature_than_the_runs_is_noted(tmp_path, capsys, stated, gi
 def test_the_agent_plays_in_the_dtype_that_its_run_trained_in(tmp_path, stated, given, played):
     """A policy trained beside weights in bfloat16 is another one in float32, and several times slower; unknown names count as none."""
     folder = run_folder(tmp_path / "run", env="equations", dtype=stated)
-    assert talk.settle(talk.Config(model_path=str(folder), dtype=given)).dtype == played
+    assert settings.settle(agent_program.Config(model_path=str(folder), dtype=given)).dtype == played
 
 
 def test_a_run_folder_never_chooses_which_code_runs(tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     folder = run_folder(tmp_path / "run", env=f"{tmp_path / 'evil.py'}:Evil")
     with pytest.raises(UserError, match="give --env yourself"):
-        talk.settle(talk.Config(model_path=str(folder)))
+        settings.settle(agent_program.Config(model_path=str(folder)))
     assert not (tmp_path / "ran").exists()
 
 
@@ -1182,10 +1182,10 @@ def chat_in(monkeypatch, capsys, words, *turns, env_name="equations", **options)
         except StopIteration:
             raise EOFError from None
     monkeypatch.setattr("builtins.input", ask)
-    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     Script(monkeypatch, turns, env_name)
     monkeypatch.setattr(talk, "Row", agent.Row)
-    talk.command(talk.Config(env=env_name, **options))
+    agent_program.run(agent_program.Config(env=env_name, **options))
     return capsys.readouterr().out
 
 
@@ -1223,13 +1223,13 @@ def test_terminal_escapes_are_printed_as_text(monkeypatch, capsys):
     (["--env", "equations", "--num_tasks", 1, "--max_tokens", 8], "prompt has"), (["--env", "equations,meetings"], "one environment at a time"), (["--env", "equations", "--env_options", "noise"], "write name=value"),
     (["--env", "equations", "--env_options", "noize=1"], "did you mean noise?")])
 def test_bad_inputs_are_told_in_one_line(monkeypatch, capsys, words, says):
-    load = talk.load_model
-    monkeypatch.setattr(talk, "load_model", lambda path, **options: (MODEL, TOKENIZER) if path == "tiny" else load(path, **options))
+    load = agent.load_model
+    monkeypatch.setattr(agent, "load_model", lambda path, **options: (MODEL, TOKENIZER) if path == "tiny" else load(path, **options))
     monkeypatch.setattr(sys, "argv", ["agent.py", *map(str, words)])
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
     with pytest.raises(SystemExit) as status:
-        main(talk.Config, talk.command, talk.__doc__)
+        main(agent_program.Config, agent_program.run, agent.__doc__)
     error = capsys.readouterr().err
     assert status.value.code == 2 and error.startswith("agent.py: ") and error.count("\n") == 1 and says in error, error
 
@@ -1281,7 +1281,7 @@ def test_another_agent_plays_without_a_change_of_this_file():
 
 def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_path, capsys):
     output = tmp_path / "episodes.jsonl"
-    config = agent.Config(num_tasks=3, group_size=2, output=str(output), max_new_tokens=4)
+    config = agent_program.Config(num_tasks=3, group_size=2, output=str(output), max_new_tokens=4)
     agent.command(config)
     out = capsys.readouterr().out
     episodes = [trajectory_of(json.loads(line)) for line in output.read_text().splitlines()]
@@ -1295,15 +1295,15 @@ def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_
             return line
         raise EOFError
     monkeypatch.setattr("builtins.input", answer)
-    agent.command(agent.Config(max_new_tokens=4))
+    agent.command(agent_program.Config(max_new_tokens=4))
     out = capsys.readouterr().out
     assert "User: Solve for x: 2x = 4\n" in out and out.count("User: ") == 2 and "['what' is not an equation" in out
 
 
 def test_the_command_takes_what_the_run_played(tmp_path):
     (tmp_path / "config.yaml").write_text("env: gsm8k\ndataset: pairs.jsonl\ntasks: tasks.jsonl\ndtype: float32\n")
-    config = agent.as_the_run(agent.Config(model_path=str(tmp_path)))
+    config = agent.as_the_run(agent_program.Config(model_path=str(tmp_path)))
     assert (config.env, config.dataset, config.dtype, config.max_new_tokens) == ("gsm8k", "tasks.jsonl", "float32", 512)
     (tmp_path / "config.yaml").write_text("env: mine.py:Mine\n")
     with pytest.raises(UserError, match="the run played --env mine.py:Mine; give --env yourself"):
-        agent.as_the_run(agent.Config(model_path=str(tmp_path)))
+        agent.as_the_run(agent_program.Config(model_path=str(tmp_path)))

@@ -21,8 +21,8 @@ from core.config import (ModelFlags, RunFlags, SYNONYMS, TrainingFlags, UserErro
                          options, parse)
 from envs.tasks import RolloutFlags
 from layers import Run
+import agent_program
 from extras.memory import MemoryFlags
-from extras.serve import chat
 
 
 def refusal(*argv):
@@ -87,11 +87,11 @@ def test_refuses(line, message):
     assert refusal(*line.split(" ")) == message
 
 
-@pytest.mark.parametrize("module", [grpo, sft, reward_weighted, dpo, chat])
+@pytest.mark.parametrize("module", [grpo, sft, reward_weighted, dpo, agent_program])
 def test_a_choice_is_what_was_chosen(module):
     """Also where it is called none: --scale_rewards none was read as if nothing had been said, and so was agent.py --env none."""
     chosen = [(name, choice) for name, option in options(module.Config).items() for choice in option.choices]
-    if module is chat:
+    if module is agent_program:
         chosen.append(("env", "none"))
     assert module is not grpo or ("scale_rewards", "none") in chosen
     for name, choice in chosen:

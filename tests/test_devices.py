@@ -10,6 +10,7 @@ from fake_cuda import Violation, cuda
 from test_engine import FAMILIES, build, complete, ids_of
 
 import agent
+import agent_program
 import dpo
 import grpo
 import lora
@@ -154,7 +155,7 @@ def test_a_run_goes_on_and_is_played(tmp_path, calling):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")
         (tmp_path / "run" / "result.json").unlink()
         grpo.train(options_of(grpo, tmp_path, "run", **SMALL, eval_tasks=1, resume=True))
-        chat.command(chat.Config(model_path=str(tmp_path / "run"), num_tasks=2, group_size=2, output=str(tmp_path / "traces.jsonl")))
+        agent_program.run(agent_program.Config(model_path=str(tmp_path / "run"), num_tasks=2, group_size=2, output=str(tmp_path / "traces.jsonl")))
     assert metrics_of(tmp_path / "run") == whole
 
 

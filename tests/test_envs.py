@@ -412,6 +412,7 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
     """The expert and the evaluation of SFT, the SFT of the tiny model, rollouts, the chat; and --unsafe_code is recorded."""
     import grpo
     import sft
+    import agent_program
     from extras.serve import chat
     shelf = "from core.config import UserError\n" + inspect.getsource(take) + inspect.getsource(Shelf).replace('return self.options["books"]', 'return f"Take {self.options}."')
     (tmp_path / "my.py").write_text(shelf + """
@@ -434,8 +435,8 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
     assert {row["info"]["task"]["unsafe_code"] for row in rows} == {True}
     assert all("atlas" in row["messages"][0]["content"] for row in rows)
     capsys.readouterr()
-    config = chat.Config(model_path=str(tmp_path / "grpo"), num_tasks=1, max_new_tokens=8, max_tokens=1024, env=name, env_options=said["env_options"])
-    chat.command(config)
+    config = agent_program.Config(model_path=str(tmp_path / "grpo"), num_tasks=1, max_new_tokens=8, max_tokens=1024, env=name, env_options=said["env_options"])
+    agent_program.run(config)
     assert "atlas" in capsys.readouterr().out
 
 

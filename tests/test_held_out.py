@@ -11,6 +11,8 @@ import envs
 import grpo
 import reward_weighted
 import sft
+import agent
+import agent_program
 from extras.serve import chat as talk
 from episodes import read_trajectories
 from layers import Run
@@ -28,8 +30,8 @@ def place(tmp_path_factory):
     for part in make_tiny():
         part.save_pretrained(folder / "base")
     for name, options in (("traces", {"num_tasks": 48, "seed": 1}), ("test_traces", {"num_tasks": 24, "split": "test"})):
-        talk.command(talk.Config(model_path=str(folder / "base"), env="equations", group_size=2, max_new_tokens=4,
-                                 output=str(folder / f"{name}.jsonl"), **options))
+        agent_program.run(agent_program.Config(model_path=str(folder / "base"), env="equations", group_size=2, max_new_tokens=4,
+                              output=str(folder / f"{name}.jsonl"), **options))
         write(folder / f"{name}.jsonl", [t.to_json() for t in paid(read_trajectories(str(folder / f"{name}.jsonl")))])
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(60)]
     write(folder / "tasks.jsonl", rows[:50])

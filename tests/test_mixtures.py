@@ -13,6 +13,8 @@ import pytest
 from test_resume import place  # noqa: F401  (a fixture)
 
 import dpo
+import agent
+import agent_program
 import grpo
 import reward_weighted
 import sft
@@ -21,7 +23,7 @@ from envs.tasks import is_held_out
 from envs.tasks import load_tasks
 from core.config import UserError, parse, read_yaml, reading
 from extras.data.tables import pinned
-from extras.serve import chat
+from extras.serve import settings
 
 EQUATIONS = [{"equation": f"x + {i} = {2 * i + 1}"} for i in range(40)]
 
@@ -292,7 +294,7 @@ def test_tasks_beside_other_data_take_the_same_names(here, place, capsys):
     Path("tasks.csv").write_text("sum,noise\n" + "".join(f"{row['equation']},0.5\n" for row in EQUATIONS))
     result = run(sft, place, ["--dataset", "chats.jsonl", "--tasks", "tasks.csv", "--env", "equations", "--fields", "messages=chat,equation=sum", "--eval_tasks", 2])
     assert result["held_out_tasks"] == 2
-    monkey = chat.as_the_run(chat.Config(model_path="run"))  # agent.py plays the run's tasks under the run's names
+    monkey = settings.as_the_run(agent_program.Config(model_path="run"))  # agent.py plays the run's tasks under the run's names
     assert (monkey.dataset, monkey.fields) == ("tasks.csv", "messages=chat,equation=sum") and monkey.max_new_tokens == sft.settle(sft.Config(env="equations")).max_new_tokens
     assert load_tasks(monkey.env, "test", 3, 0, monkey.dataset, monkey.eval_dataset, fields=monkey.fields)[0]["noise"] == 0.5
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 
+import agent_program
 import dpo
 import grpo
 import reward_weighted
 import sft
 from envs import load
 from envs.tasks import load_tasks
-from extras.serve import chat as talk
 from schooling import demonstrate
 from core.config import options, parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PROGRAMS = {"grpo": grpo, "sft": sft, "agent": talk, "reward_weighted": reward_weighted, "dpo": dpo}
+PROGRAMS = {"grpo": grpo, "sft": sft, "agent": agent_program, "reward_weighted": reward_weighted, "dpo": dpo}
 COMMANDS = re.findall(rf"^python ({'|'.join(PROGRAMS)})\.py *([^#\n]*?) *(?:#.*)?$", README, re.M)
 
 

@@ -26,7 +26,7 @@ from core import run
 from core.run import load_optimizer, optimizer_tensors
 from extras.exact.checkpoint import newest_checkpoint, read_state
 from core.config import Stop, UserError, mix, parse
-from core.data import finite, message_lines
+from core.data import message_lines
 from core.model import steps_of
 from core.run import LOGGED_EPISODES
 from layers import Run
@@ -323,9 +323,11 @@ def test_resume_drops_later_steps_and_cut_lines(tmp_path):
 
 
 def test_result(tmp_path):
-    book = started(tmp_path)
-    result = dict(success_before=None, success_after=0.5, seconds=float("nan"), peak_memory_mb=1, steps=2, seed=0)
-    assert book.write_result(finite(result)) == {**result, "seconds": None} == json.loads((tmp_path / "result.json").read_text())
+    book = Run(sft.settle(sft.Config(output_dir=str(tmp_path))), "sft")
+    assert not list(load(book, 0))
+    result = book.finish({"loss": float("nan")}, held_out_loss=float("inf"))
+    assert result == json.loads((tmp_path / "result.json").read_text())
+    assert result["after"] == {"loss": None} and result["held_out_loss"] is None and result["steps"] == 0
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""extras/serve/chat.py and extras/show/traces.py: the agent and the plain model in a chat, tasks as people type them, episodes that are kept."""
+"""agent.py's command and extras/serve/chat.py: the agent and the plain model in a chat, tasks as people type them, episodes that are kept."""
 import json
 import os
 import re
@@ -6,26 +6,24 @@ import resource
 import signal
 import sys
 import time
-from functools import partial
 
 import pytest
 import torch
 from programs import ROOT, Program, run
 from test_agent import MODEL, TOKENIZER, answers, chat_in, environments, run_folder  # noqa: F401  (a fixture)
 
+import agent
+import agent_program
 import envs
-from agent import Episode, Limits, Trajectory
+from agent import Limits, Trajectory
 from envs.equations import Equations
 from envs.gsm8k import GSM8K
-from extras.isolate import Session, Watch
 from episodes import read_trajectories
-from core.data import message_lines
+from core.data import message_lines, to_json
 from core.config import UserError, main
 from core.chat import Chat
 from core.engine import Engine, Row
-from extras.serve import chat as talk
-from extras.show import traces as window_traces
-from extras.show.traces import Traces
+from extras.serve import chat as talk, settings
 
 
 # ------------------------------------------------------------------------------------------------------ what people type
@@ -71,14 +69,14 @@ def test_a_run_that_held_no_task_out_has_no_test_tasks(tmp_path):
     """All rows of its file were trained on. 20 of 20 tasks of --split test had been."""
     run = run_folder(tmp_path / "run", env="equations", dataset="t.jsonl", eval_tasks=0)
     with pytest.raises(UserError, match="--split test: .*config.yaml: with eval_tasks 0 the run held no task out; give --eval_dataset"):
-        talk.settle(talk.Config(model_path=str(run), split="test"))
-    assert talk.settle(talk.Config(model_path=str(run))).dataset == "t.jsonl"
-    assert talk.settle(talk.Config(model_path=str(run), split="test", eval_dataset="e.jsonl")).eval_dataset == "e.jsonl"
+        settings.settle(agent_program.Config(model_path=str(run), split="test"))
+    assert settings.settle(agent_program.Config(model_path=str(run))).dataset == "t.jsonl"
+    assert settings.settle(agent_program.Config(model_path=str(run), split="test", eval_dataset="e.jsonl")).eval_dataset == "e.jsonl"
     expert = run_folder(tmp_path / "sft", env="equations", tasks="t.jsonl", eval_tasks=0)  # the expert has not played the tenth
     (expert / "config.yaml").write_text((expert / "config.yaml").read_text().replace("# grpo", "# sft"))
-    assert talk.settle(talk.Config(model_path=str(expert), split="test")).dataset == "t.jsonl"
+    assert settings.settle(agent_program.Config(model_path=str(expert), split="test")).dataset == "t.jsonl"
     recorded = run_folder(tmp_path / "weighted", env="equations", dataset="t.jsonl", trajectories="r.jsonl")  # reward_weighted.py's
-    assert talk.settle(talk.Config(model_path=str(recorded), split="test")).eval_dataset == "t.jsonl"
+    assert settings.settle(agent_program.Config(model_path=str(recorded), split="test")).eval_dataset == "t.jsonl"
 
 
 # ------------------------------------------------------------------------------------------------- with the agent
@@ -107,23 +105,16 @@ def test_without_from_text_other_words_are_asked_of_the_task_that_is_shown(tmp_p
     assert "the tools still work on the task" in said.replace("\n", " ") and 'pay(amount=1) -> paid 1.0   +1.0\nAssistant: fine\n[done; success True; reward 1.00]' in said
 
 
-class Bare:
-    system_prompt = "Be brief."
+def test_what_is_asked_instead_keeps_the_options_and_the_system_prompt_and_a_fault_is_told(tmp_path):
+    (tmp_path / "bare.py").write_text("class Bare:\n    system_prompt = 'Be brief.'\n    def reset(self, **_):\n        return 'Go.'\n    def get_reward(self):\n        return 0.0\n")
 
-    def reset(self, **_):
-        return "Go."
-
-    def get_reward(self) -> float:
-        return 0.0
-
-
-def test_what_is_asked_instead_keeps_the_options_and_the_system_prompt_and_a_fault_is_told():
-    def asked(cls, task, text, options):
-        new_session = partial(Session, Watch(5.0))
-        session = new_session("asked", cls, task)
-        return talk.asked_instead(Episode(session, Chat(TOKENIZER, envs.schemas(cls)), Limits(), "0"), text, options, new_session)
-    assert asked(Equations, {"equation": "x = 1"}, "2x = 4", {"noise": 0.5}).session.task == {"equation": "2x = 4", "noise": 0.5}
-    episode = asked(Bare, {}, "Stop.", {})
+    def asked(name, task, text, **options):
+        config = settings.settle(agent_program.Config(env=name, **options))
+        with agent.sessions(Limits()) as new_session:
+            visit = talk.Visit(config, agent, MODEL, TOKENIZER, new_session)
+            return talk.asked_instead(visit, visit.episode(task), text)
+    assert asked("equations", {"equation": "x = 1"}, "2x = 4", env_options="noise=0.5").session.task == {"equation": "2x = 4", "noise": 0.5}
+    episode = asked(f"{tmp_path}/bare.py:Bare", {}, "Stop.")
     assert episode.trajectory.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Stop."}]
     assert episode.trajectory.token_ids == episode.chat.prompt(episode.trajectory.messages)
     episode.fail("it broke")
@@ -154,8 +145,8 @@ def plain(monkeypatch, capsys, *words, **options):
         except StopIteration:
             raise EOFError from None
     monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
-    talk.command(talk.Config(**options))
+    monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    agent_program.run(agent_program.Config(**options))
     return capsys.readouterr().out
 
 
@@ -184,11 +175,11 @@ def test_top_k_and_top_p_cut_what_is_sampled_in_a_chat(monkeypatch, capsys):
 
 
 def test_top_k_and_top_p_cut_what_is_sampled_and_eight_episodes_are_printed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     played = []
     for i, cut in enumerate(CUTS):
         out = str(tmp_path / f"{i}.jsonl")
-        talk.command(talk.Config(env="equations", num_tasks=9, max_new_tokens=4, output=out, **cut))
+        agent_program.run(agent_program.Config(env="equations", num_tasks=9, max_new_tokens=4, output=out, **cut))
         played.append([t.token_ids for t in read_trajectories(out)])
     assert played[0] == played[1] == played[2] != played[3] and list(map(len, played)) == [9] * 4
     assert capsys.readouterr().out.count("; success False; reward") == 8 * 4
@@ -203,7 +194,7 @@ def test_what_is_asked_again_is_sampled_anew_and_the_seed_repeats_it_all(monkeyp
 
 
 def test_the_model_is_loaded_in_the_dtype_that_was_asked_for(capsys):
-    model, _ = talk.load(talk.Config(dtype="bfloat16"))
+    model, _ = talk.load(agent_program.Config(dtype="bfloat16"), agent)
     assert model.dtype == torch.bfloat16 and "0.9 million weights, bfloat16, on " in capsys.readouterr().out
 
 
@@ -225,7 +216,7 @@ def test_an_answer_is_printed_as_it_is_sampled_and_no_character_by_halves(monkey
     engine = Engine(MODEL, slots=1, stop_ids=chat.stop_ids)
     row = Row(chat.prompt([{"role": "user", "content": "hello"}]), limit=50, forced=[*ids, chat.answer_stop_id])
     engine.add([row])
-    assert talk.engine_for(talk.Config(max_tokens=40), MODEL, chat).stop_ids == chat.stop_ids | chat.start_ids
+    assert talk.engine_for(agent_program.Config(max_tokens=40), agent, MODEL, chat).stop_ids == chat.stop_ids | chat.start_ids
     pieces = list(talk.pieces(engine, chat, row))
     assert "".join(pieces) == "naïve 漢字 👩 ok" and len([piece for piece in pieces if piece]) > 6 and not any("\ufffd" in piece for piece in pieces)
     row.forced = TOKENIZER.encode("\ufffd", add_special_tokens=False) + [chat.answer_stop_id]
@@ -245,20 +236,20 @@ def test_a_model_that_learned_no_environment_is_chatted_with(tmp_path, capsys):
     stranger = run_folder(tmp_path / "stranger", env="evil.py:Evil")
     for options, env in [({}, None), ({"model_path": str(chats / "base")}, None), ({"model_path": str(played)}, "equations"),
                          ({"model_path": str(played), "env": "none"}, None), ({"model_path": str(stranger), "env": "none"}, None)]:
-        config = talk.settle(talk.Config(**options))
+        config = settings.settle(agent_program.Config(**options))
         assert (config.env, config.dataset) == (env, "t.jsonl" if env else None)
         assert config.dtype == ("bfloat16" if options.get("model_path", "").startswith((str(chats), str(played))) else "auto")
         assert (config.max_new_tokens, config.max_tokens) == ((64, 1024) if env else (256, 2048))
     assert "--env none" not in capsys.readouterr().out
     with pytest.raises(UserError, match="--env none for a plain chat"):
-        talk.settle(talk.Config(model_path=str(stranger)))
+        settings.settle(agent_program.Config(model_path=str(stranger)))
 
 
 def test_naming_the_runs_environment_changes_nothing_and_naming_another_takes_its_own_tasks_and_limits(tmp_path):
     run = str(run_folder(tmp_path / "run", env="equations", tasks="t.jsonl", max_new_tokens=9, max_turns=2))
-    named = talk.settle(talk.Config(model_path=run, env="equations"))
-    assert named == talk.settle(talk.Config(model_path=run)) and (named.dataset, named.max_new_tokens, named.max_turns) == ("t.jsonl", 9, 2)
-    other = talk.settle(talk.Config(model_path=run, env="gsm8k"))
+    named = settings.settle(agent_program.Config(model_path=run, env="equations"))
+    assert named == settings.settle(agent_program.Config(model_path=run)) and (named.dataset, named.max_new_tokens, named.max_turns) == ("t.jsonl", 9, 2)
+    other = settings.settle(agent_program.Config(model_path=run, env="gsm8k"))
     assert (other.dataset, other.max_turns) == (None, None) and other.max_new_tokens > 9
 
 
@@ -267,18 +258,18 @@ def test_a_run_is_found_from_its_parts_and_from_inside_them_and_only_for_its_own
     newest = run / "checkpoints" / "step_000002"
     newest.mkdir(parents=True)
     for place in (run, run / "base", newest):
-        assert talk.run_config(str(place)) == run / "config.yaml"
+        assert settings.run_folder(str(place)) == run
         monkeypatch.chdir(place)
-        assert talk.run_config(".") == run / "config.yaml"
+        assert settings.run_folder(".") == run
     monkeypatch.chdir(run)
-    assert talk.run_config("tiny") is None  # a name that stands for no folder here
+    assert settings.run_folder("tiny") is None  # a name that stands for no folder here
 
 
 @pytest.mark.parametrize("name, value", [("num_tasks", 3), ("dataset", "t.jsonl"), ("eval_dataset", "t.jsonl"), ("env_options", "a=1")])
 def test_without_an_environment_what_is_for_one_is_refused(name, value):
     with pytest.raises(UserError, match=f"--{name} {value}: of which environment"):
-        talk.check(talk.Config(**{name: value}), [])
-    talk.check(talk.Config(env="equations,gsm8k", num_tasks=3, **({name: value} if name != "num_tasks" else {})), ["equations", "gsm8k"])
+        settings.check(agent_program.Config(**{name: value}))
+    settings.check(agent_program.Config(env="equations,gsm8k", num_tasks=3, **({name: value} if name != "num_tasks" else {})))
 
 
 def test_what_the_run_says_is_taken_and_what_the_command_line_says_counts_more(tmp_path):
@@ -286,13 +277,13 @@ def test_what_the_run_says_is_taken_and_what_the_command_line_says_counts_more(t
     given = {"dataset": "u.jsonl", "eval_dataset": "v.jsonl", "env_options": "num_turns=4", "fields": "question=r", "max_turns": 3, "max_new_tokens": 8, "max_tokens": 88}
     run = str(run_folder(tmp_path / "run", env="gsm8k", **written))
     for words, expected in (({}, written), (given, given)):
-        config = talk.settle(talk.Config(model_path=run, **words))
+        config = settings.settle(agent_program.Config(model_path=run, **words))
         assert {name: getattr(config, name) for name in written} == expected
     # An environment that is not ours is played where the user names it, too.
     mine = f"{tmp_path}/mine.py:Mine"
     (tmp_path / "mine.py").write_text("from envs.gsm8k import GSM8K as Mine\n")
     run = str(run_folder(tmp_path / "other", env=mine, max_turns=2))
-    assert talk.settle(talk.Config(model_path=run, env=mine)).max_turns == 2
+    assert settings.settle(agent_program.Config(model_path=run, env=mine)).max_turns == 2
 
 
 @pytest.mark.parametrize("words, says", [
@@ -313,7 +304,7 @@ def test_a_plain_chat_in_a_pipe():
 
 # --------------------------------------------------------------------------------------- finished episodes are kept
 def kept(out, said):
-    """The episodes in a file, of which there must be as many as the message on stderr says."""
+    """The episodes in a file, of which there must be as many as the message says."""
     (number, total), = re.findall(rf"(?:^|\r)(\d+) of (\d+) episodes were finished and are kept in {re.escape(str(out))}$", said, re.M)
     episodes = read_trajectories(str(out))
     assert len(episodes) == int(number) < int(total) and all(t.stop_reason for t in episodes)
@@ -331,32 +322,32 @@ def test_a_signal_keeps_the_finished_episodes(tmp_path, signum, status):
         time.sleep(0.05)
     time.sleep(0.2)
     program.send_signal(signum)
-    _, said = program.communicate()
-    assert program.returncode == status and said.endswith(f"agent.py: stopped by {signal.Signals(signum).name}\n"), said
+    said, errors = program.communicate()
+    assert program.returncode == status and errors.endswith(f"agent.py: stopped by {signal.Signals(signum).name}\n"), errors
     assert kept(out, said) and (tmp_path / "traces.jsonl.1").read_text() == "hours of work\n"
     assert sorted(os.listdir(tmp_path)) == ["traces.jsonl", "traces.jsonl.1"]
 
 
 def status_of(monkeypatch, *words):
     """The exit status of agent.py, played in this process by the untaught model."""
-    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     monkeypatch.setattr(sys, "argv", ["agent.py", *map(str, words)])
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
     with pytest.raises(SystemExit) as status:
-        main(talk.Config, talk.command, talk.__doc__)
+        main(agent_program.Config, agent_program.run, agent.__doc__)
     return status.value.code
 
 
 def test_a_play_that_ends_early_keeps_the_rewards_that_were_asked_for(tmp_path, monkeypatch, capsys):
     """Not what the environment pays: the lines are paid before they are written."""
-    out, add = tmp_path / "traces.jsonl", Traces.add
+    out = tmp_path / "traces.jsonl"
 
-    def interrupted(self, trajectory):
-        add(self, trajectory)
-        if self.count == 2:
+    def interrupted(value):
+        if out.exists() and len(out.read_text().splitlines()) == 2:
             raise OSError(28, "No space left on device")
-    monkeypatch.setattr(Traces, "add", interrupted)
+        return to_json(value)
+    monkeypatch.setattr(talk, "to_json", interrupted)
     (tmp_path / "mine.py").write_text("def seven(t):\n    return 7.0\n\n\ndef count(completions, **_):\n    return [0.5] * len(completions)\n")
     status_of(monkeypatch, "--env", "equations", "--num_tasks", 4, "--max_new_tokens", 8, "--output", out,
               "--rewards", f"environment=0,{tmp_path}/mine.py:seven,{tmp_path}/mine.py:count")
@@ -371,9 +362,10 @@ def test_a_full_disk_keeps_the_finished_episodes(tmp_path, monkeypatch, capsys):
         status = status_of(monkeypatch, "--env", "equations", "--num_tasks", 40, "--max_new_tokens", 8, "--output", out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = capsys.readouterr().err
-    assert status == 4 and re.search("^agent.py: the disk is full .*File too large", said, re.M) and "checkpoint" not in said, said
-    assert kept(out, said) and out.stat().st_size <= 20_000
+    said = capsys.readouterr()
+    assert status == 4 and re.search("^agent.py: the disk is full .*File too large", said.err, re.M) and "checkpoint" not in said.err, said
+    whole, cut = out.read_bytes().rsplit(b"\n", 1)  # the line for which there was no place
+    assert 0 < len(whole) + len(cut) < 20_000 and f"{len(whole.splitlines()) + 1} of 40 episodes were finished" in said.out
 
 
 def test_a_broken_environment_keeps_the_finished_episodes(tmp_path, monkeypatch, capsys):
@@ -382,31 +374,9 @@ def test_a_broken_environment_keeps_the_finished_episodes(tmp_path, monkeypatch,
         "        if Breaks.played > 70:\n            raise RuntimeError('the database is gone')\n        return self.reward\n")
     out = tmp_path / "traces.jsonl"
     assert status_of(monkeypatch, "--env", f"{tmp_path / 'breaks.py'}:Breaks", "--num_tasks", 200, "--max_new_tokens", 4, "--output", out) == 6
-    said = capsys.readouterr().err
-    assert "the database is gone" in said
-    assert len(kept(out, said)) == 70
-
-
-def test_traces_end_in_the_order_of_the_tasks_with_those_that_are_broken(tmp_path, monkeypatch):
-    played = [Trajectory([5, 6], [0, 1], [0.0, -1.0], [0.0], group_id=str(i), stop_reason=reason) for i, reason in enumerate(("done", "error", "max_turns"))]
-    out = tmp_path / "traces.jsonl"
-
-    def written():
-        return [json.loads(line)["group_id"] for line in out.read_text().splitlines()]
-    monkeypatch.chdir(tmp_path)
-    with Traces("traces.jsonl", 3) as traces:
-        monkeypatch.chdir("/")  # as an environment may
-        for trajectory in played[::-1]:
-            traces.add(trajectory)
-        assert written() == ["2", "0"]
-        traces.replace(played)
-    assert written() == ["0", "1", "2"]
-
-
-def test_a_file_that_no_episode_came_for_is_not_left_behind(tmp_path):
-    with pytest.raises(KeyError), Traces(str(tmp_path / "traces.jsonl"), 3):
-        raise KeyError
-    assert os.listdir(tmp_path) == []
+    said = capsys.readouterr()
+    assert "the database is gone" in said.err
+    assert len(read_trajectories(str(out))) == 70 and "200 of 200 episodes were finished" in said.out  # those that broke, too
 
 
 def test_what_is_played_is_said_and_summed_up_within_80_columns(tmp_path):
@@ -421,8 +391,8 @@ def test_what_is_played_is_said_and_summed_up_within_80_columns(tmp_path):
 def test_the_summary_counts_the_episodes_of_a_benchmark_to_the_last(monkeypatch, capsys):
     """GSM8K's 1,319 test problems, eight episodes each, were 1.055e+04 episodes."""
     played = [Trajectory([5, 6], [0, 1], [0.0, -1.0], [0.0], group_id=str(i // 8), stop_reason="done", info={"success": i % 8 == 0}) for i in range(10_552)]
-    monkeypatch.setattr(window_traces, "rollout", lambda *_, **__: played)
-    window_traces.play_tasks(talk.settle(talk.Config(env="equations", group_size=8)), MODEL, TOKENIZER, [], Traces(None, len(played)))
+    monkeypatch.setattr(agent, "rollout", lambda *_, **__: played)
+    talk.play_tasks(settings.settle(agent_program.Config(env="equations", group_size=8)), agent, MODEL, TOKENIZER, [])
     summary = dict(line.split() for line in capsys.readouterr().out.splitlines()[-24:] if len(line.split()) == 2)
     assert (summary["episodes"], summary["success"], summary["pass@8"]) == ("10552", "0.125", "1")
 
@@ -432,9 +402,9 @@ def test_who_asks_for_more_tasks_than_a_split_has_is_told(tmp_path, capsys):
     file = tmp_path / "t.jsonl"
     file.write_text("".join(json.dumps({"equation": f"x + {i} = {i}"}) + "\n" for i in range(1, 31)))
     asked = dict(env="equations", num_tasks=30, max_new_tokens=4)
-    talk.command(talk.Config(dataset=str(file), **asked))
+    agent_program.run(agent_program.Config(dataset=str(file), **asked))
     said = capsys.readouterr().out
     assert re.search(r"note: --num_tasks 30, but --split train has 2\d tasks\n      --split test --eval_dataset FILE plays a whole file\n", said)
-    talk.command(talk.Config(dataset=str(file), eval_dataset=str(file), split="test", **asked | {"num_tasks": 31}))
+    agent_program.run(agent_program.Config(dataset=str(file), eval_dataset=str(file), split="test", **asked | {"num_tasks": 31}))
     said = capsys.readouterr().out
     assert "note: --num_tasks 31, but --split test has 30 tasks\n" in said and "plays a whole" not in said and "playing 30 episodes" in said

@@ -81,9 +81,11 @@ class Signals:
             # The signal ended another rank, or a process of the environment, too.
             return Stop(f"stopped by {self.name}{notes}", 128 + self.signum)
         if is_disk_full(error):
-            then = f"; earlier checkpoints are whole; make room, then: {self.run.command}"
+            then = ""
+            if self.run:
+                then = f"; earlier checkpoints are whole; make room, then: {self.run.command}"
             reason = " ".join(str(error).split())
-            return Stop(f"the disk is full ({reason}){then if self.run else ''}", 4)
+            return Stop(f"the disk is full ({reason}){then}", 4)
         if is_out_of_memory(error):
             counter = os.path.relpath(Path(__file__).parents[2] / "bench" / "memory.py")
             fits = f"what would fit: {shlex.join(['python', counter, *sys.argv])}"

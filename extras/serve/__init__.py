@@ -1,1 +1,40 @@
-"""The OpenAI-compatible server, and the chat in a terminal."""
+"""The OpenAI-compatible server: `python agent.py --serve`.
+
+    POST /v1/chat/completions   messages, tools, stream, n, seed, stop
+    POST /v1/completions        texts or token ids; with return_token_ids also ids out, as in vLLM
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter     {"lora_name", "lora_path"}
+    POST /solve                 {"problem"}: the agent plays its environment, its tools really run
+    GET  /v1/models, /healthz
+
+Another machine's run can have its episodes sampled here: `grpo.py --sampler http://host:8000`.
+
+`terminal` overrides core.config.terminal, with the same signature: what agent.py does then has the
+settings of the run that wrote the model (settings.py), and a chat that shows turns as they come and
+keeps a conversation in its cache (chat.py).
+"""
+from core.config import UserError
+
+LOCAL = ["127.0.0.1", "localhost"]  # what may be served without a token
+
+
+def terminal(config_class, command, agent):
+    """Return the Config and the command of `python agent.py`, given those of core and the module."""
+    # No other program reads it.
+    from extras.serve.chat import extended
+    return extended(config_class, agent)
+
+
+def serve(config, model, tokenizer, begin, make_engine):
+    """Answer requests until a signal ends the process.
+
+    Args:
+        config: of agent.py.
+        begin: called with the text of a task, it returns the `agent.Episode` that plays it.
+        make_engine: as in core/engine.py.
+    """
+    try:
+        # FastAPI is not installed everywhere.
+        from extras.serve.server import run
+    except ImportError as error:
+        raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
+    run(config, model, tokenizer, begin, make_engine)

@@ -1,246 +1,215 @@
-"""What `python agent.py` does: chat with the agent or the plain model, or let it play tasks.
+"""What `python agent.py` does: chat with the agent or the plain model, play tasks, or serve.
 
     python agent.py --model_path runs/grpo                 each line is a task for the agent
     python agent.py --model_path path/to/model             a plain chat: no run, no environment
     python agent.py --model_path runs/grpo --env none      the same, whatever the run played
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
-    python agent.py --model_path runs/grpo --serve         OpenAI's API (extras/serve/server.py)
+    python agent.py --model_path runs/grpo --serve         OpenAI's API
+
+Core's own command plays the same tasks, and its chat is a shorter one. `agent` is the module
+agent.py, which this layer does not import: it is given.
 """
 import sys
 import textwrap
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, cycle
 from pathlib import Path
 
 import envs
-from agent import Episode, load_environments, make_engine, play_turns
-from envs.tasks import tasks_for
-from envs.tasks import PlayFlags
-from core.config import Stop, UserError, convert, fill, flag, main, mix, options, printable
-from core.data import message_lines
-from core.run import algorithm_of
 from core.chat import Chat
+from core.config import Stop, UserError, flag, mix, printable
+from core.data import message_lines, pass_at_k, summarise, to_json, transcript
 from core.engine import Row
-from core.model import DTYPES
-from layers import load_model, sessions
+from core.run import set_aside
+from envs.tasks import tasks_for
+from extras.serve import serve
+from extras.serve.settings import check, settle
 from lora import merged
-from extras.show.report import config_of
-from extras.show.traces import Traces, play_tasks
 
 WIDTH = 79  # of the lines that introduce an environment
-# What agent.py takes from the run that wrote the model.
-TAKEN = ("env", "dataset", "eval_dataset", "env_options", "fields", "max_turns", "max_new_tokens",
-         "max_tokens")
 
 
-@dataclass(kw_only=True)
-class Config(PlayFlags):
-    heading = "agent"
-    model_path: str = flag("tiny", "tiny, a hub id, a model folder, an adapter or an output folder")
-    env: str | None = flag(None, "environment, or none for a plain chat; default: that of the run "
-                                 "that wrote the model", optional=False)
-    system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
-    dataset: str | None = flag(None, "task file; default: the run's, or the environment's own")
-    eval_dataset: str | None = flag(None, "task file for --split test; default: the run's")
-    num_tasks: int = flag(0, "play this many tasks instead of chatting, and print some", low=0)
-    split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
-    group_size: int = 1
-    output: str | None = flag(None, "with --num_tasks: write the episodes to this .jsonl")
-    temperature: float = flag(1.0, "sampling temperature; 0: the most likely token",
-                              above=None, low=0)
-    top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
-    top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
-                        above=0, high=1)
-    dtype: str = flag("auto", "of weights; auto: the run's, or as stored", choices=DTYPES)
-    seed: int = flag(0, "of tasks and sampling", low=0)
-    serve: bool = flag(False, "answer requests over HTTP instead (extras/serve/server.py)")
-    host: str = flag("127.0.0.1", "with --serve: the address to listen at")
-    port: int = flag(8000, "with --serve: the port; 0: a free one", low=0, high=65535)
-    token: str | None = flag(None, "with --serve: what clients must send as their API key")
+def extended(config_class, agent):
+    """Return the Config and the command of agent.py with what this layer adds."""
+    @dataclass(kw_only=True)
+    class Config(config_class):
+        heading = "agent"
+        system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
+        top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
+        top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
+                            above=0, high=1)
+        serve: bool = flag(False, "answer requests over HTTP instead (extras/serve)")
+        host: str = flag("127.0.0.1", "with --serve: the address to listen at")
+        port: int = flag(8000, "with --serve: the port; 0: a free one", low=0, high=65535)
+        token: str | None = flag(None, "with --serve: what clients must send as their API key")
+
+    return Config, partial(run, agent)
 
 
-def command(config: Config):
-    """Chat with the agent or the plain model, or with --num_tasks watch the agent work."""
+def run(agent, config):
+    """Do what a Config asks for."""
     config = settle(config)
-    names = envs.names_of(config.env)
-    check(config, names)
+    check(config)
     tasks = tasks_for(config, config.split, config.num_tasks or 100)
+    if len(tasks) < config.num_tasks:
+        print(f"note: --num_tasks {config.num_tasks}, but --split {config.split} has "
+              f"{len(tasks)} tasks")
+        if config.dataset and not (config.split == "test" and config.eval_dataset):
+            print("      --split test --eval_dataset FILE plays a whole file")
+    model, tokenizer = load(config, agent)
     if config.num_tasks:
-        if len(tasks) < config.num_tasks:
-            print(f"note: --num_tasks {config.num_tasks}, but --split {config.split} has "
-                  f"{len(tasks)} tasks")
-            if config.dataset and not (config.split == "test" and config.eval_dataset):
-                print("      --split test --eval_dataset FILE plays a whole file")
-        model, tokenizer = load(config)
-        with Traces(config.output, len(tasks) * config.group_size) as traces:
-            play_tasks(config, model, tokenizer, tasks, traces)
+        play_tasks(config, agent, model, tokenizer, tasks)
         return
-    if config.serve:
+    with agent.sessions(envs.limits_of(config)) as new_session:
+        visit = Visit(config, agent, model, tokenizer, new_session)
+        if config.serve:
+            serve(config, model, tokenizer, visit.begin, agent.make_engine)
+            return
         try:
-            from extras.serve.server import serve
-        except ImportError as error:
-            raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
-        serve(config, load, envs.limits_of(config))
-        return
-    model, tokenizer = load(config)
-    try:
-        if names:
-            chat_with_agent(config, model, tokenizer, tasks)
-        else:
-            chat_with_model(config, model, tokenizer)
-    except Stop:
-        # Ctrl-C leaves the cursor in the middle of a line.
-        print()
-        raise
+            if config.env:
+                chat_with_agent(config, agent, model, visit, tasks)
+            else:
+                chat_with_model(config, agent, model, tokenizer)
+        except Stop:
+            # Ctrl-C leaves the cursor in the middle of a line.
+            print()
+            raise
 
 
-# ------------------------------------------------------------------------- what is played
-def settle(config: Config) -> Config:
-    """Fill in what the command line left open. Without an environment `env` is None."""
-    config = as_the_run(config)
-    if config.env == "none":
-        config = replace(config, env=None)
-    return fill(config, envs.limits(config.env))
-
-
-def as_the_run(config: Config) -> Config:
-    """Take dtype, environment, tasks, options and limits of the run that wrote the model."""
-    written = run_config(config.model_path)
-    run = config_of(written.parent) if written else {}
-    taken = {}
-    if run.get("env") and config.env in (None, run["env"]):
-        if not config.env and ":" in run["env"]:
-            # Data never chooses which code runs, and the folder may come from a stranger.
-            raise UserError(f"{written}: the run played --env {run['env']}, which is not ours to "
-                            "run; give --env yourself, or --env none for a plain chat")
-        if "tasks" in run:
-            # sft.py and dpo.py: beside other data, all tasks are held out.
-            if run.get("dataset") or run.get("trajectories"):
-                run["eval_dataset"] = run["tasks"]
-            run["dataset"] = run["tasks"]
-        elif run.get("trajectories"):
-            # reward_weighted.py learned from these, and all tasks are held out.
-            run["eval_dataset"] = run.get("eval_dataset") or run.get("dataset")
-        flags = options(Config)
-        taken = {name: convert(run[name], flags[name], f"{written}: {name}") for name in TAKEN
-                 if run.get(name) and not getattr(config, name)}
-        held_out = config.eval_dataset or taken.get("eval_dataset")
-        if config.split == "test" and taken.get("dataset") and not held_out:
-            # Without an evaluation only sft.py holds rows out.
-            if run.get("eval_tasks") == "0" and algorithm_of(written.parent) != "sft":
-                raise UserError(f"--split test: {written}: with eval_tasks 0 the run held no task "
-                                "out; give --eval_dataset")
-    # The policy that is played is the one that was trained, in the same dtype.
-    if config.dtype == "auto" and run.get("dtype") in DTYPES:
-        taken["dtype"] = run["dtype"]
-    sampled_at = run.get("temperature") or "1.0"
-    if config.temperature == 1 and sampled_at != "1.0":
-        print(f"note: the run sampled at --temperature {printable(sampled_at)}; this is at 1")
-    if taken:
-        words = " ".join(f"--{name} {value}" for name, value in taken.items())
-        print(f"as in {written}: {printable(words)}")
-    return replace(config, **taken)
-
-
-def run_config(model_path: str) -> Path | None:
-    """Return the config.yaml of the run that wrote a model: an output folder, or a part of it."""
-    folder = Path(model_path).resolve()
-    # Parts of an output folder are base/ and checkpoints/step_NNNNNN/.
-    for place in (folder, *folder.parents[:2]):
-        if folder.is_dir() and algorithm_of(place):
-            return place / "config.yaml"
-    return None
-
-
-def check(config: Config, names: list[str]):
-    """Raise UserError for flags that would do nothing, as without the environments `names`."""
-    if len(names) > 1 and not config.num_tasks:
-        raise UserError(f"--env {config.env}: chat with one environment at a time")
-    for name in ("num_tasks", "dataset", "eval_dataset", "env_options"):
-        if not names and getattr(config, name):
-            raise UserError(f"--{name} {getattr(config, name)}: of which environment? --env names "
-                            f"one of {', '.join(envs.ENVS)}, or path/to/file.py:ClassName")
-    if names and config.system_prompt:
-        raise UserError(f"--system_prompt: environment {config.env} has its own; --env none is a "
-                        "plain chat")
-    asked = ("num_tasks", "system_prompt", "temperature", "top_k", "top_p", "seed", "group_size")
-    given = [f"--{name}" for name in asked if getattr(config, name) != getattr(Config, name)]
-    if config.serve and given:
-        raise UserError(f"--serve answers what clients ask; leave out {', '.join(given)}")
-    if config.output and not config.num_tasks:
-        raise UserError(f"--output {config.output}: say with --num_tasks how many tasks to play")
-
-
-def load(config: Config):
+def load(config, agent):
     """Load the model and print what it is. Return it and its tokenizer."""
     print(f"loading {config.model_path}", flush=True)
-    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
+    # A server exchanges adapters: the one that it is started with stays beside its weights.
+    model, tokenizer = agent.load_model(config.model_path, dtype=config.dtype, train=False,
+                                        merge=False if config.serve else None)
     print(f"{model.num_parameters() / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on "
           f"{model.device.type}")
     return model, tokenizer
 
 
+def play_tasks(config, agent, model, tokenizer, tasks: list[dict]):
+    """Play tasks, print the first episodes and the summary, and write each episode as it ends."""
+    output = Path(config.output).absolute() if config.output else None
+    options = agent.rollout_options(config)
+    options["engine"] = partial(agent.make_engine, top_k=config.top_k, top_p=config.top_p)
+    pay = options.pop("pay")
+    ended = []
+
+    class Kept(agent.Episode):
+        def leave(self):
+            """Write the episode. Paid at once, it is whole whatever ends the program early."""
+            if pay:
+                pay([self])
+            ended.append(self)
+            if output:
+                with open(output, "a", encoding="utf-8") as file:
+                    file.write(to_json(self.trajectory.to_json()))
+
+    if output and output.exists():
+        print(f"{output}: the file that was there is now {set_aside(output)}")
+    total = len(tasks) * config.group_size
+    print(f"playing {total} episodes of {config.env} ({config.split}): at most "
+          f"{config.max_tokens} tokens each, {config.max_new_tokens} a turn", flush=True)
+    try:
+        # With step -1 the same seed gives the episodes of a run's evaluation.
+        episodes = agent.rollout(model, tokenizer, config.env, tasks, config.group_size, step=-1,
+                                 agent=Kept, **options)
+    finally:
+        if output:
+            print(f"{len(ended)} of {total} episodes were finished and are kept in {output}")
+    for t in episodes[:8]:
+        print(transcript(t.to_json()), end="\n\n")
+    for name, value in (summarise(episodes) | pass_at_k(episodes)).items():
+        print(f"{name:24}{value:>10.6g}")
+
+
 # ---------------------------------------------------------------------------- with the agent
-def chat_with_agent(config: Config, model, tokenizer, tasks: list[dict]):
+class Visit:
+    """A person's episodes, of tasks that are typed or shown."""
+
+    def __init__(self, config, agent, model, tokenizer, new_session):
+        self.agent, self.new_session = agent, new_session
+        self.options, self.limits = envs.options_of(config), envs.limits_of(config)
+        self.name = config.env
+        self.cls = self.chat = None
+        if config.env:
+            classes, chats = envs.load_environments(
+                tokenizer, config.env, model.generation_config, self.options)
+            self.cls, self.chat = classes[config.env], chats[config.env]
+
+    @property
+    def reads(self) -> bool:
+        """True if the environment makes a task of a text."""
+        return hasattr(self.cls, "_from_text")
+
+    def begin(self, text: str):
+        """Return the episode of a text. Raises ValueError if the environment cannot read it."""
+        if not self.reads:
+            raise ValueError(f"--env {self.name} makes no task of a text (_from_text)")
+        return self.episode(self.cls._from_text(text) | envs.taken(self.cls, self.options))
+
+    def episode(self, task: dict):
+        """Return the episode of a task."""
+        session = self.new_session(self.name, self.cls, task)
+        return self.agent.Episode(session, self.chat, self.limits, "visit")
+
+
+def chat_with_agent(config, agent, model, visit: Visit, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
-    options = envs.options_of(config)
-    classes, chats = load_environments(tokenizer, config.env, model.generation_config, options)
-    [(name, chat)] = chats.items()
-    limits = envs.limits_of(config)
-    introduce(name, classes[name], chat)
-    with sessions(limits) as new_session, merged(model):
-        engine = engine_for(config, model, chat)
-        for number in count():
-            session = new_session(name, classes[name], tasks[number % len(tasks)])
-            episode = Episode(session, chat, limits, str(number))
-            text = ask(f"Task: {printable(episode.trajectory.messages[-1]['content'])}\n")
+    introduce(visit)
+    with merged(model):
+        engine = engine_for(config, agent, model, visit.chat)
+        for number, task in enumerate(cycle(tasks)):
+            episode = visit.episode(task)
+            text = ask(f"Task: {printable(question_of(episode))}\n")
             if text is None:
                 return
             try:
                 if text:
-                    episode = asked_instead(episode, text, options, new_session)
+                    episode = asked_instead(visit, episode, text)
             except ValueError as error:
                 print(f"[{printable(str(error))}]")
                 continue
             if episode.can_take_turn:
                 row = Row(episode.trajectory.token_ids, seed=mix(config.seed, number),
                           limit=episode.turn_budget)
-                show(play_turns(engine, {row: episode}), episode)
+                show(agent.play_turns(engine, {row: episode}), episode)
             print(f"[{how_it_ended(episode)}]")
 
 
-def introduce(name: str, cls: type, chat: Chat):
+def introduce(visit: Visit):
     """Print what the user of a chat should know of the environment."""
     reads = "Press Enter for the task that is shown, or type one of your own."
-    if not hasattr(cls, "_from_text"):
+    if not visit.reads:
         reads = ("Press Enter for the task that is shown. Other text is asked in its place, and "
                  "the tools still work on the task.")
-    for text in (f"Environment {name}: {', '.join(chat.tools)}.", reads,
+    for text in (f"Environment {visit.name}: {', '.join(visit.chat.tools)}.", reads,
                  "Every task is an episode of its own: nothing is remembered. Ctrl-D ends."):
         print(textwrap.fill(text, WIDTH))
 
 
-def asked_instead(episode: Episode, text: str, options: dict, new_session) -> Episode:
+def asked_instead(visit: Visit, episode, text: str):
     """Return the episode of what the user typed in place of the task that is shown.
 
     Raises ValueError if the environment cannot read it.
     """
-    session = episode.session
-    if hasattr(session.cls, "_from_text"):
-        task = session.cls._from_text(text) | envs.taken(session.cls, options)
-        session = new_session(session.name, session.cls, task)
-        episode = Episode(session, episode.chat, episode.limits, episode.trajectory.group_id)
-        question = episode.trajectory.messages[-1]["content"]
-        if question != text:
-            print(f"Task: {printable(question)}")
-        return episode
-    messages = episode.trajectory.messages[:-1]
-    episode.set_prompt([*messages, {"role": "user", "content": text}])
+    if visit.reads:
+        episode = visit.begin(text)
+        if question_of(episode) != text:
+            print(f"Task: {printable(question_of(episode))}")
+    else:
+        first = episode.trajectory.messages[:-1]
+        episode.set_prompt([*first, {"role": "user", "content": text}])
     return episode
 
 
-def show(turns, episode: Episode):
+def question_of(episode) -> str:
+    return episode.trajectory.messages[-1]["content"]
+
+
+def show(turns, episode):
     """Print the messages of the episode as they come."""
     messages = episode.trajectory.messages
     shown = len(messages)
@@ -250,7 +219,7 @@ def show(turns, episode: Episode):
         shown = len(messages)
 
 
-def how_it_ended(episode: Episode) -> str:
+def how_it_ended(episode) -> str:
     """Return the end of the episode in words."""
     t = episode.trajectory
     if t.stop_reason == "error":
@@ -265,7 +234,7 @@ def how_it_ended(episode: Episode) -> str:
 
 
 # ---------------------------------------------------------------------------- with the model
-def chat_with_model(config: Config, model, tokenizer):
+def chat_with_model(config, agent, model, tokenizer):
     """Hold conversations with the model alone, and print its answers as they are sampled."""
     try:
         chat = Chat(tokenizer, [], model.generation_config)
@@ -274,13 +243,13 @@ def chat_with_model(config: Config, model, tokenizer):
     print("A plain chat without an environment. The conversation is remembered, and an\n"
           "empty line begins a new one. Ctrl-D ends.")
     with merged(model):
-        engine = engine_for(config, model, chat)
+        engine = engine_for(config, agent, model, chat)
         for number in count():
             if not hold_conversation(config, chat, engine, mix(config.seed, number)):
                 return
 
 
-def hold_conversation(config: Config, chat: Chat, engine, seed: int) -> bool:
+def hold_conversation(config, chat: Chat, engine, seed: int) -> bool:
     """Hold a conversation, which stays in the engine's cache, until an empty line.
 
     Returns False at the end of input.
@@ -349,12 +318,8 @@ def ask(shown: str = "") -> str | None:
     return text
 
 
-def engine_for(config: Config, model, chat: Chat):
+def engine_for(config, agent, model, chat: Chat):
     """Return an engine for one conversation at a time."""
-    return make_engine(model, slots=1, tokens=config.max_tokens,
-                       stop_ids=chat.end_ids, temperature=config.temperature,
-                       top_k=config.top_k, top_p=config.top_p)
-
-
-if __name__ == "__main__":
-    main(Config, command, __doc__)
+    return agent.make_engine(model, slots=1, tokens=config.max_tokens, stop_ids=chat.end_ids,
+                             temperature=config.temperature, top_k=config.top_k,
+                             top_p=config.top_p)

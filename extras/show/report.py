@@ -8,13 +8,12 @@ import sys
 from html import escape
 from pathlib import Path
 
-from extras.exact.checkpoint import newest_checkpoint
+from core.config import UserError, prepare_streams, reading
 from core.data import lines_of, read_json, transcript, whole
-from core.config import UserError, prepare_streams, read_yaml, reading
+from core.run import EPISODES, algorithm_of, config_of, headline, write_whole
 from envs.corpus import beginning
-from core.run import CONFIG, EPISODES, algorithm_of, headline, write_whole
-from extras.show.notes import log_rows, wilson
 from extras.show.curves import curves, number
+from extras.show.notes import log_rows, wilson
 
 MAX_EPISODES = 24  # on a page
 SURPRISE = (0.9, 0.5, 0.1, 0.01)  # probabilities between the classes s0 .. s4
@@ -57,13 +56,6 @@ def program_of(path):
     if not program and path.suffix != ".jsonl":
         raise UserError(f"{path}: give an output folder of a run, or a .jsonl of episodes")
     return program
-
-
-def config_of(folder):
-    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
-    if not algorithm_of(folder):
-        return {}
-    return {name: value for _, name, value in read_yaml(Path(folder) / CONFIG)}
 
 
 def result_of(folder):
@@ -142,9 +134,10 @@ def chosen_episodes(file):
 
 def load_tokenizer(folder):
     """Return the tokenizer of the run's newest checkpoint, or None."""
-    file = (newest_checkpoint(folder) or folder) / "tokenizer.json"
-    if not file.is_file():
+    files = sorted(folder.glob("checkpoints/step_*/tokenizer.json"))
+    if not files:
         return None
+    file = files[-1]
     from tokenizers import Tokenizer
     with reading(file):
         return Tokenizer.from_file(str(file))
@@ -205,10 +198,15 @@ def main(argv):
         print(f"written: {write_html(name)}")
 
 
-if __name__ == "__main__":
+def program():
+    """Write the pages, or end with one line that says why not."""
     prepare_streams()
     try:
         main(sys.argv[1:])
     except (UserError, OSError) as error:
         print(f"extras.show.report: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    program()

@@ -42,6 +42,7 @@ class Run(core.run.Run):
         self.has_tools = any(envs.tools(envs.load(name)) for name in names)
         self.alarms = Alarms(options(type(self.config)), self.has_expert)
         self.listeners.append(self.warn)
+        self.endings.append(self.write_page)
         first = super().load(model, tokenizer, optimizer, total)
         notes = idle_notes(self.config)
         if first:
@@ -115,12 +116,17 @@ class Run(core.run.Run):
             words = ["--num_tasks", "3"] if next_program == "agent.py" and self.config.env else []
             print(f"next:    {next_command(next_program, self.config, *words)}")
 
-    def write_result(self, result):
-        super().write_result(result)
+    def finish(self, after, *words, **extra):
+        """Return the result as a notebook shows it."""
+        super().finish(after, *words, **extra)
+        return self.ranks.first(self.result_to_show)
+
+    def write_page(self, folder):
+        """Write report.html. The page is loaded only here."""
         from extras.show.report import write_html
         try:
-            write_html(self.folder)
+            if self.writes:
+                write_html(folder)
         except (UserError, OSError) as error:
             # A page must not fail a run.
             print(f"report.html: {error}", file=sys.stderr)
-        return self.result_to_show()

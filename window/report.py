@@ -1,0 +1,8 @@
+"""The page of a run. It has moved: python -m extras.show.report RUN..."""
+import sys
+
+from extras.show.report import program
+
+if __name__ == "__main__":
+    print(__doc__, file=sys.stderr)
+    program()
