@@ -85,12 +85,7 @@ def score(model, token_ids, mask, temperature: float, run):
 
 
 def used_columns(loss_mask) -> int:
-    """Return how many columns there are up to the last one with a 1 in the mask (B, T); at least 1.
-
-    The meta device has no numbers to look at: there all T count.
-    """
-    if loss_mask.is_meta:
-        return loss_mask.shape[1]
+    """Return the number of columns of the mask (B, T) up to the last one with a 1, at least 1."""
     columns = loss_mask.any(0).nonzero()  # (number, 1)
     return int(columns[-1]) + 1 if len(columns) else 1
 
