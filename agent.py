@@ -18,14 +18,13 @@ from pathlib import Path
 import envs
 from core.chat import Chat
 from core.config import UserError, flag, main, mix, printable
-from core.data import (is_finite, pass_at_k, summarise, to_json, transcript,
-                       without_too_long)
+from core.data import is_finite, pass_at_k, summarise, to_json, transcript
 from core.engine import Row
 from core.model import DTYPES, facts
 from core.tool_calls import parse_tool_calls
 from envs import Limits, load_environments
 from envs.calls import shortened
-from envs.session import EpisodeFault, Session
+from envs.session import EpisodeFault, Session, without_too_long
 from envs.tasks import PlayFlags, as_the_run, tasks_for
 from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
                     terminal)

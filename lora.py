@@ -318,8 +318,8 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
 
     Args:
         path: tiny, a hub id, a model folder, an adapter folder, or an output folder of ours.
-        lora_r: rank of a fresh adapter; with an adapter at `path` its training continues. 0 trains
-            all weights, into which an adapter is merged first.
+        lora_r: rank of a fresh adapter; with an adapter at `path`, whose rank, alpha and targets
+            stay, its training continues. 0 trains all weights, into which it is merged first.
         lora_alpha, lora_dropout, lora_target_modules: see `add_lora`. None means twice the rank.
         dtype: of the frozen weights and of the arithmetic. What trains is float32.
         device: None takes a GPU of CUDA, else the CPU.
@@ -334,13 +334,20 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
     if train and not lora_r and dtype.endswith("16"):
         raise UserError("--dtype is for weights that stay as they are; "
                         "give --lora_r, e.g. 16, or --dtype float32")
-    source, adapter = _adapter_settings(path, lora_r, lora_alpha, lora_target_modules, kind)
-    if adapter["quantized_base"] and not read:
-        raise UserError(f"{path}: its base is in {adapter['quantized_base']}: needs extras/memory")
+    continues = is_adapter(path)
+    if continues:
+        adapter = read_settings(path, kind.peft_entries)
+        source = base_of(path)
+        if adapter["quantized_base"] and not read:
+            form = adapter["quantized_base"]
+            raise UserError(f"{path}: an adapter of weights in {form} needs extras/memory")
+    else:
+        source = path
+        adapter = {"r": lora_r, "lora_alpha": lora_alpha or 2 * lora_r,
+                   "target_modules": lora_target_modules}
     # Weights that train are read and stay in float32.
     kept = DTYPES[dtype] if lora_r or not train else torch.float32
     model, tokenizer = (read or read_model)(source, kept, device, seed)
-    continues = is_adapter(path)
     if continues and os.path.exists(Path(path, "tokenizer_config.json")):
         tokenizer = read_tokenizer(path)
     model.to(device).requires_grad_(False)
@@ -372,33 +379,6 @@ def adapt(model, adapter: dict, dropout=0.0, seed=0, folder: str | None = None):
     if folder:
         load_weights(model, folder)
         settings(model).fresh = False
-
-
-def _adapter_settings(path, lora_r, alpha, targets, kind) -> tuple[str, dict]:
-    """Return the base model and the settings of the adapter at `path`, or of a fresh one.
-
-    UserError refuses other settings than those of the adapter at `path`. Its rank stays, because
-    the flag has a default.
-    """
-    if not is_adapter(path):
-        return path, {"r": lora_r, "lora_alpha": alpha or 2 * lora_r, "target_modules": targets,
-                      "quantized_base": ""}
-    adapter = read_settings(path, kind.peft_entries)
-    targets = ",".join(sorted(target_names(targets)))
-    names = sorted(adapter["target_modules"])
-    # Where PEFT would find other modules by the short names, the whole ones are stored.
-    if targets != ",".join(names):
-        names = sorted({name.split(".")[-1] for name in names})
-    for name, asked, stored in (("lora_alpha", alpha, adapter["lora_alpha"]),
-                                ("lora_target_modules", targets, ",".join(names))):
-        if asked not in (None, "all-linear", stored):
-            raise UserError(f"{path}: is an adapter with {name} {stored}, which --{name} {asked} "
-                            "cannot change; leave that flag out, or merge the adapter first "
-                            "(python lora.py merge)")
-    if lora_r not in (0, adapter["r"]):
-        print(f"note: {path} is an adapter: its rank {adapter['r']} stays, "
-              f"lora_r {lora_r} is for fresh ones", file=sys.stderr)
-    return base_of(path), adapter
 
 
 def merge(source: str, folder: str, dtype: str = "auto", load=load_model):

@@ -21,7 +21,8 @@ from tqdm import tqdm
 import envs
 from agent import Episode, Trajectory, ends_on_fault, load_environments
 from core.model import adamw, scheduled
-from core.data import batches_of_like_length, collate, without_faults, without_too_long
+from core.data import batches_of_like_length, collate, without_faults
+from envs.session import without_too_long
 from core.logprobs import token_logprobs
 from core.tiny import TINY_SFT
 from envs import Limits

@@ -153,6 +153,7 @@ def standing_for(kind: str):
           mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
           mock.patch.object(quantization, "blocks", first_blocks),
           mock.patch.object(logprobs, "blocks", first_blocks),
+          mock.patch.object(logprobs, "used_columns", lambda mask: mask.shape[1]),
           mock.patch.object(pointwise, "pieces", first_pieces),
           mock.patch.object(torch.Tensor, "nonzero", _all_places)):
         yield

@@ -1,15 +1,13 @@
 """Configs are dataclasses of flags: `seed: int = flag(0, "seed of everything random", low=0)`.
 
 Defaults < `--config file.yaml` < command line; of a flag given twice the last one wins, so a script
-may end in $@. Here are also the flags that all algorithms share, the errors that end a program with
-one line, and `main`, which the programs call.
+may end in $@. Here are also the flags that all algorithms share, and `main`, which programs call.
 """
 import argparse
 import dataclasses
 import difflib
 import hashlib
 import inspect
-import json
 import operator
 import os
 import re
@@ -26,6 +24,10 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
+# Other files take the errors from here, too.
+from core import (EnvironmentFault, Printable, Stop, UserError, first_line, printable,  # noqa: F401
+                  reading)
+
 ONCE = ("overwrite", "resume", "unsafe_code")  # permissions for one call, which no file gives
 CODE = ("env", "rewards")  # may name files of code, which a config file does not choose
 KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "text"),
@@ -41,9 +43,6 @@ SYNONYMS = {meant: words.split() for meant, words in (line.split(": ") for line 
 # Optional layers fill these: defaults of flags (or functions of the config), functions that `fill`
 # calls with a config, how a list of a flag in YAML becomes text, and contexts around a program.
 DEFAULTS, FILLED, YAML_LISTS, AROUND = {}, [], {}, []
-# Control characters but newline and tab, marks that reverse writing, and lone surrogates.
-UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
 NO_BAR = os.environ.get("RANK", "0") != "0" or None
 say = tqdm.write  # above the bars that are shown
@@ -54,84 +53,6 @@ say_once = cache(say)
 def episode_bar(agents):
     """Yield a function that a rollout calls after every decode step: extras/show draws a bar."""
     yield lambda: None
-
-
-# ------------------------------------------------------------------------------------------ errors
-def printable(text: str) -> str:
-    r"""Return the text with control characters spelled out, the escape character as \x1b.
-
-    What data or a model wrote is printed so: a terminal obeys escape sequences, and OSC 52
-    overwrites the clipboard of the reader. Newlines and tabs stay.
-    """
-    return UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
-
-
-def first_line(error) -> str:
-    """Return the first line of an exception's message, at most 200 characters of it."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
-class Printable(BaseException):
-    """An exception that `main` shows in one line. `code` is the exit status."""
-
-    def __str__(self):
-        return printable(str(self.args[0]))
-
-
-class UserError(Printable, ValueError):
-    """What the user can fix; the message says how."""
-
-    code = 2
-
-
-class EnvironmentFault(Printable, RuntimeError):
-    """The code of an environment raised, did not return, or broke the contract.
-
-    No model and no setting is to blame. Inside a rollout it ends one episode, and the run if it
-    happens too often.
-    """
-
-    code = 6
-
-
-class Stop(Printable):
-    """Ends a run early. It is no Exception: what catches the faults of a tool lets it pass."""
-
-    def __init__(self, message, code):
-        super().__init__(message, code)
-        self.code = code
-
-
-@contextmanager
-def reading(path, line=None):
-    """Turn every exception inside the block into a UserError that names the file and the line.
-
-    A check inside the block raises ValueError with its reason alone. A UserError passes unchanged.
-    """
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        line = line or getattr(error, "lineno", None)
-        place = f"{path}:{line}" if line else path
-        raise UserError(f"{place}: {_reason(error, path)}") from error
-
-
-def _reason(error, path):
-    """Return what is wrong with a file, for an exception that reading it raised."""
-    if isinstance(error, KeyError):
-        return f"no {error} in it"
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
-    if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error.msg} at column {error.colno}"
-    if type(error) is ValueError:
-        return first_line(error)
-    # Of another file, such as one of the hub's cache, the error itself says which.
-    if getattr(error, "strerror", None) and error.filename in (None, str(path)):
-        return error.strerror
-    return f"cannot be read ({type(error).__name__}: {first_line(error)})"
 
 
 def mix(*numbers_and_texts):
@@ -179,10 +100,9 @@ def fill(config, *tables):
 
 
 def options(config_class):
-    """Return {field name: what is known of the flag}, the class's own fields first.
+    """Return {field name: properties of its flag}, the class's own fields first.
 
-    That is the properties given to `flag`, its default, its kind (int, float, bool or str), whether
-    None is a value (optional), whether `fill` decides (auto), and its group in --help.
+    Those are what `flag` was given, and default, kind, optional (None is a value), auto and group.
     """
     hints = typing.get_type_hints(config_class)
     flags = {}
@@ -338,8 +258,7 @@ def _parse_text(text, kind):
 def read_yaml(path):
     """Yield (line number, name, value) for each option in a YAML file.
 
-    A value is the text as typed, or None. The node graph is read, because `yaml.safe_load` makes a
-    string of 1e-4, False of no and 8 of 010, and drops duplicate keys.
+    A value is the text as typed, or None: `yaml.safe_load` makes False of no and 8 of 010.
     """
     import yaml
     with reading(path):
@@ -372,10 +291,7 @@ def code_flags(values):
 
 # --------------------------------------------------------------------------------- the command line
 def parse(config_class, argv, description=""):
-    """Return the config that the command line and its --config files ask for.
-
-    Of several files the later one wins. --help prints and exits with status 0. Raises UserError.
-    """
+    """Return the config that the command line asks for. Of its --config files the last one wins."""
     flags = options(config_class)
     try:
         given, unknown = _make_parser(flags, description).parse_known_args(argv)
@@ -492,12 +408,9 @@ def nearest(name, known, prefix="", otherwise="--help lists them"):
 def main(config_class, train, doc):
     """Run `train` with the config of the command line.
 
-    What ends it is printed in one line, after what the last line of the log was. Exit status:
-
-        0  finished                                  4  the disk is full
-        1  an error of ours or of a library          5  another rank is gone
-        2  what the user can fix                     6  the environment is broken
-        3  three updates in a row were not finite    128 + n  signal n
+    What ends it is printed in one line. The exit status is 0, 1 (an error of ours or a library), 2
+    (what the user can fix), 3 (three updates in a row not finite), 4 (the disk is full), 5 (another
+    rank is gone), 6 (the environment is broken), or 128 + the number of a signal.
     """
     prepare_streams()
     try:
@@ -521,9 +434,8 @@ def main(config_class, train, doc):
 
 def shown(error, rank=""):
     """Return the line that says what ended this program."""
-    words = " ".join(str(error).split())
-    return "; ".join((f"{os.path.basename(sys.argv[0])}{rank}: {words}",
-                      *getattr(error, "__notes__", ())))
+    line = f"{os.path.basename(sys.argv[0])}{rank}: {' '.join(str(error).split())}"
+    return "; ".join((line, *getattr(error, "__notes__", ())))
 
 
 def terminal(config_class, command, module):
@@ -536,7 +448,6 @@ def terminal(config_class, command, module):
 
 def prepare_streams():
     """Let printing never fail, and the libraries draw their bars for a terminal alone."""
-    # What the terminal cannot show is escaped, and every line is written at once, into a file too.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     if hasattr(sys.stdin, "reconfigure"):  # that of a test has not
         sys.stdin.reconfigure(errors="replace")

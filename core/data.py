@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from core.config import UserError, mix, printable, reading, say_once
+from core.config import UserError, mix, printable, reading
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
@@ -360,33 +360,6 @@ def pass_at_k(trajectories: list) -> dict:
         solved = [1 - math.comb(len(s) - sum(s), k) / math.comb(len(s), k) for s in successes]
         out[f"pass@{k}"] = sum(solved) / len(solved)
     return out
-
-
-def without_too_long(trajectories: list, limits, or_raise: bool = True) -> list:
-    """Drop the episodes that could not start, and print how many were dropped or failed.
-
-    A note names a limit that is no flag (`envs.Limits`) and that more than a fifth met. Raises
-    UserError if no episode could start, unless `or_raise` is False.
-    """
-    max_tokens = limits.max_tokens
-    kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
-    if or_raise and trajectories and not kept:
-        shortest = min(len(t.token_ids) for t in trajectories)
-        raise UserError(f"environment {trajectories[0].info['env']}: the prompt has {shortest} "
-                        f"tokens, --max_tokens is {max_tokens}")
-    print_dropped(trajectories, kept,
-                  f"episodes dropped: the prompt alone reaches --max_tokens {max_tokens}")
-    failed = [t.info["error"] for t in kept if t.stop_reason == "error"]
-    if failed:
-        print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
-              f"the first: {failed[0]}")
-    met = Counter(t.stop_reason for t in kept)
-    met["tool_timeout"] = sum(t.info["timeouts"] > 0 for t in kept)
-    for name in ("max_tool_calls", "max_tool_tokens", "tool_timeout"):
-        if met[name] > 0.2 * len(kept):
-            say_once(f"note: more than a fifth of the episodes played at once met {name} "
-                     f"{getattr(limits, name)}; the environment may state more in its `limits`")
-    return kept
 
 
 # ----------------------------------------------------------------------------------------- batches

@@ -7,8 +7,7 @@
             engine.extend(row, tool_result_ids, 64)  # either: it continues in the same cache
             engine.release(row)                      # or: it leaves, and another takes its slot
 
-A token and its log-probability come from one softmax. What a row samples follows from its ids and
-its seed.
+What a row samples follows from its ids and its seed.
 """
 import inspect
 import math
@@ -341,8 +340,7 @@ class RowCache:
         tensors: (layer, "key" or "value") -> a tensor, made when the layer first writes to it.
         position: (R, C) the position of every new token in its row.
         begins: True if the new tokens are the first of their rows.
-        rows: the slots of the pass, a slice if they are neighbours.
-        span: how many positions of a row the pass reads.
+        rows: the slots of the pass, a slice if they are neighbours; `span` positions are read.
         read, write: the index of what the pass reads and writes in a tensor.
         sdpa: True where torch's fused kernel does the attention, which copies no slice of a row.
     """
@@ -444,8 +442,7 @@ class RowCache:
             view[to] = view[of]
 
     def get_seq_length(self, *_):
-        # Positions are passed explicitly. Nobody may derive them from the cache.
-        return 0
+        return 0  # positions are passed explicitly: nobody may derive them from the cache
 
     def get_conv_state(self, *_, **__):
         raise UserError("this model keeps states beside keys and values: no cache here holds them")

@@ -85,12 +85,7 @@ def score(model, token_ids, mask, temperature: float, run):
 
 
 def used_columns(loss_mask) -> int:
-    """Return how many columns there are up to the last one with a 1 in the mask (B, T); at least 1.
-
-    The meta device has no numbers to look at: there all T count.
-    """
-    if loss_mask.is_meta:
-        return loss_mask.shape[1]
+    """Return the number of columns of the mask (B, T) up to the last one with a 1, at least 1."""
     columns = loss_mask.any(0).nonzero()  # (number, 1)
     return int(columns[-1]) + 1 if len(columns) else 1
 
@@ -272,7 +267,7 @@ def scale_gradient(x):
     """Make the gradient of x GRADIENT_SCALE times as large, which `Cast` undoes.
 
     Float16 ends at 6e-8, and a token's share of a gradient is soon smaller. The scale is constant:
-    an update that overflows is skipped (Run.discard_if_not_finite).
+    an update that overflows is not finite, and is skipped.
     """
     # The gradient is None where the loss leaves x out, as most losses do the entropy.
     x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)

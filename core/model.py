@@ -189,9 +189,6 @@ def _read_folder(folder, dtype, device, read_weights):
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise ValueError("no model (config.json) is there, nor a step that a run has saved")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
-        raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
-                        "named in its adapter_config.json), and --load_in_4bit for 4 bits")
     if config.is_encoder_decoder or "Classification" in str(config.architectures):
         raise UserError(f"{folder}: {config.model_type} is an encoder-decoder or a classifier; "
                         "only decoders are trained here")

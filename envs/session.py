@@ -10,7 +10,8 @@ from copy import deepcopy
 from functools import partial
 
 import envs
-from core.config import EnvironmentFault, UserError
+from core.config import EnvironmentFault, UserError, say_once
+from core.data import print_dropped
 from core.tool_calls import check_call
 from envs.calls import BY_ARGUMENTS, awaited, call_tool, is_done, message_of
 
@@ -221,3 +222,30 @@ def text_or_none(value) -> str | None:
     if not isinstance(value, str | None):
         raise TypeError(f"{value!r:.60} must be text or None")
     return value
+
+
+def without_too_long(trajectories: list, limits, or_raise: bool = True) -> list:
+    """Drop the episodes that could not start, and print how many were dropped or failed.
+
+    A note names a limit that is no flag (`envs.Limits`) and that more than a fifth met. Raises
+    UserError if no episode could start, unless `or_raise` is False.
+    """
+    max_tokens = limits.max_tokens
+    kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
+    if or_raise and trajectories and not kept:
+        shortest = min(len(t.token_ids) for t in trajectories)
+        raise UserError(f"environment {trajectories[0].info['env']}: the prompt has {shortest} "
+                        f"tokens, --max_tokens is {max_tokens}")
+    print_dropped(trajectories, kept,
+                  f"episodes dropped: the prompt alone reaches --max_tokens {max_tokens}")
+    failed = [t.info["error"] for t in kept if t.stop_reason == "error"]
+    if failed:
+        print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
+              f"the first: {failed[0]}")
+    met = Counter(t.stop_reason for t in kept)
+    met["tool_timeout"] = sum(t.info["timeouts"] > 0 for t in kept)
+    for name in ("max_tool_calls", "max_tool_tokens", "tool_timeout"):
+        if met[name] > 0.2 * len(kept):
+            say_once(f"note: more than a fifth of the episodes played at once met {name} "
+                     f"{getattr(limits, name)}; the environment may state more in its `limits`")
+    return kept

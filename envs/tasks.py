@@ -261,7 +261,7 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     return train, drop_seen(held_out, train)
 
 
-# ----------------------------------------------------------------------------------- rows of any file
+# -------------------------------------------------------------------------------- rows of any file
 # What a row with such a column is, and how its file is given.
 ROW_KINDS = {
     "token_ids": "a recorded episode is given with --trajectories",

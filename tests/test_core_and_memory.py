@@ -69,5 +69,5 @@ def test_a_fork_s_kind_keeps_its_methods_beside_every_technique(tiny):
 def test_core_says_which_layer_an_adapter_of_quantized_weights_needs(tiny, tmp_path):
     from core import save_model
     save_model(load(tiny, "4bit"), tmp_path)
-    with pytest.raises(ValueError, match="its base is in nf4: needs extras/memory"):
+    with pytest.raises(ValueError, match="an adapter of weights in nf4 needs extras/memory"):
         lora.load_model(str(tmp_path), lora_r=4, device="cpu")

@@ -1,4 +1,4 @@
-"""lora.py and lora.py: what a path means, saving, merging, and what is refused."""
+"""core/model.py and lora.load_model: what a path means, saving, merging, and what is refused."""
 
 import json
 import math

@@ -665,7 +665,7 @@ def test_a_run_that_cannot_load_leaves_the_run_that_it_was_to_overwrite(place, t
 
 @pytest.mark.parametrize("name", ["", "  "])
 def test_an_empty_output_dir_is_refused(place, name):
-    with pytest.raises(UserError, match=f"--output_dir {name.strip() or repr('')}: is empty; give a value"):
+    with pytest.raises(UserError, match="--output_dir .*: is empty; give a value"):
         sft.train(toy(place, name))
 
 

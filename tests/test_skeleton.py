@@ -1,4 +1,4 @@
-"""core/model.py: a model that is read one tensor at a time is the stock model of its weights."""
+"""extras/memory/reading.py: a model that is read one tensor at a time is the stock model of its weights."""
 from pathlib import Path
 
 import json

@@ -198,12 +198,10 @@ class Run(core.run.Run):
         super().save()
         self.thinned = False
 
-    def state(self):
-        return super().state() | {"algorithm": self.algorithm, "lines": self.marks}
-
     def write_checkpoint(self, folder):
         super().write_checkpoint(folder)
-        seal(folder, self.state())
+        state = {name: getattr(self, name) for name in (*RESTORED, "algorithm")}
+        seal(folder, {**state, "lines": self.marks})
 
     def put_in_place(self, folder, path):
         """Rename what stands in the checkpoint's place, and keep the last two and the best."""

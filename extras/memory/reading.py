@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from core.config import UserError
 from core.model import auto_class, from_pretrained, read_model
 from core.tiny import make_tiny
 from extras.memory.checkpointing import layers_of
@@ -58,6 +59,7 @@ class Reader:
 
         # Its imports are of transformers' own ways of reading.
         from extras.memory.tensor_reader import check_stored, tensor_reader
+        refuse_quantized(folder, config)
         check_stored(folder)
         if not self.is_sparing(device):
             return from_pretrained(folder, config, dtype, device)
@@ -72,6 +74,13 @@ class Reader:
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         return model
+
+
+def refuse_quantized(folder, config):
+    """Raise UserError for a model whose config.json says that it is quantized."""
+    if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
+        raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
+                        "named in its adapter_config.json), and --load_in_4bit for 4 bits")
 
 
 def real_dtype(dtype, device):

@@ -2,12 +2,12 @@
 
 A setting of --memory names the techniques that a run uses, and adds to the one before it:
 
-    plain         nothing
-    checkpoint    layers run again in the backward pass                  extras/memory/checkpointing.py
-    4bit          the frozen base in 4 bits a weight (NF4)               extras/memory/quantization.py
+    plain         norms and MLPs of the Llama family keep less    pointwise.py
+    checkpoint    layers run again in the backward pass           checkpointing.py
+    4bit          the frozen base in 4 bits a weight (NF4)        quantization.py
     small         embedding and head in int8, MLPs in tiles, activations, adapter and AdamW
-                  in host memory                                     extras/memory/adapter.py
-    stream        the base in host memory, two layers at a time          extras/memory/streaming.py
+                  in host memory                                  adapter.py
+    stream        the base in host memory, two layers at a time   streaming.py
 
 No technique changes an equation. With a run's flags, bench/memory.py counts what each needs.
 """
