@@ -267,7 +267,7 @@ def scale_gradient(x):
     """Make the gradient of x GRADIENT_SCALE times as large, which `Cast` undoes.
 
     Float16 ends at 6e-8, and a token's share of a gradient is soon smaller. The scale is constant:
-    an update that overflows is skipped (Run.discard_if_not_finite).
+    an update that overflows is not finite, and is skipped.
     """
     # The gradient is None where the loss leaves x out, as most losses do the entropy.
     x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)

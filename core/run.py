@@ -281,11 +281,11 @@ class Run:
                 file.write("".join(to_json(row) for row in rows))
 
     def timing_of(self, line: dict, seconds: float) -> dict:
-        """Return the numbers of a step of so many seconds that a clock decides."""
+        """Return what a clock decides of a step."""
         return {"seconds": seconds, "peak_memory_mb": peak_memory_mb()}
 
     def show_step(self, line: dict, seconds: float):
-        """Print a line for the step that has ended."""
+        """Print some numbers of the step that has ended."""
         numbers = [f"{name} {line[name]:<6.3g}" for name in STEP_NUMBERS if name in line]
         say(f"step {self.step}/{self.total}  {'  '.join(numbers[:4])}  {seconds:.1f} s")
 
@@ -317,11 +317,8 @@ class Run:
         self.save_weights(folder)
         self.tokenizer.save_pretrained(folder)
         save_file(optimizer_tensors(self.optimizer), folder / "optimizer.safetensors")
-        write_whole(folder / "state.json", to_json(self.state(), indent=1))
-
-    def state(self) -> dict:
-        """Return what state.json holds."""
-        return {name: getattr(self, name) for name in self.restored}
+        state = {name: getattr(self, name) for name in self.restored}
+        write_whole(folder / "state.json", to_json(state, indent=1))
 
     def save_weights(self, folder):
         """Write what trains. A fork with state of its own overrides this and `load_weights`."""

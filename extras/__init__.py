@@ -1,7 +1,85 @@
-"""Optional layers over core/. Any folder can be deleted: core's own then takes its place."""
+"""Optional layers over core/. Each name below is one of core's, with the same signature.
+
+    exact/     signals, locks, sealed checkpoints, bit-exact resume        -> Run, load_model
+    show/      notes, alarms, bars, report.html                            -> Run, episode_bar
+    ranks/     torchrun                                                    -> Run
+    isolate/   a thread and a time-out for each environment                -> sessions
+    fast/      fused decoding, CUDA graphs, settings of the processor      -> load_model, make_engine
+    memory/    --memory                                                    -> load_model, LayerFlags
+    models/    families beyond keys and values, the probe at load          -> load_model, make_engine
+    rewards/   --rewards                                                   -> rewards_of
+    vllm/      --sampler, --rollout_ahead                                  -> sampler_of
+    serve/     --serve, and a chat that shows turns as they come           -> terminal
+    adapters/, data/, sandbox/                                             fill tables of core and envs
+
+Any folder can be deleted: core's own then takes its place.
+"""
+from functools import partial
 from pathlib import Path
+
+from core.config import LayerFlags, episode_bar, terminal
+from core.engine import make_engine, sampler_of
+from core.run import Run
+from envs import rewards_of
+from envs.session import sessions
+from lora import load_model
 
 
 def has(layer: str) -> bool:
     """True if the folder of this layer is there."""
     return Path(__file__).with_name(layer).is_dir()
+
+
+# Layers of Run are subclasses of core's. Together they are one class, the first one outermost.
+runs = []
+if has("show"):
+    from extras.show.bars import episode_bar  # noqa: F811
+    from extras.show.run import Run as Shown
+    runs.append(Shown)
+if has("exact"):
+    from extras.exact.run import Run as Exact
+    runs.append(Exact)
+if has("ranks"):
+    from extras.ranks import Run as Shared
+    runs.append(Shared)
+if runs:
+    Run = type("Run", tuple(runs), {"__doc__": Run.__doc__})
+
+# Layers of load_model and make_engine take the function that they wrap, the last one outermost.
+if has("fast"):
+    from extras.fast.loading import faster
+    load_model = faster(load_model)
+if has("memory"):
+    from extras.memory import MemoryFlags as LayerFlags  # noqa: F811
+    from extras.memory import lean
+    load_model = lean(load_model)
+if has("exact"):
+    from extras.exact.loading import sealed
+    load_model = sealed(load_model)
+if has("models"):
+    from extras.models import make_engine  # noqa: F811
+    from extras.models.probe import probed
+    load_model = probed(load_model)
+if has("fast"):
+    from extras import fast
+    make_engine = partial(fast.make_engine, make=make_engine)
+
+if has("isolate"):
+    from extras.isolate import sessions  # noqa: F811
+if has("rewards"):
+    from extras.rewards import rewards_of  # noqa: F811
+if has("vllm"):
+    from extras.vllm import sampler_of  # noqa: F811
+if has("serve"):
+    from extras.serve import terminal  # noqa: F811
+
+# These fill tables as they are imported.
+if has("adapters"):
+    import extras.adapters  # noqa: F401
+if has("data"):
+    import extras.data  # noqa: F401
+if has("sandbox"):
+    import extras.sandbox  # noqa: F401
+
+__all__ = ["LayerFlags", "Run", "episode_bar", "load_model", "make_engine", "rewards_of",
+           "sampler_of", "sessions", "terminal"]

@@ -291,7 +291,7 @@ import os, time
 from datetime import timedelta
 from extras import ranks as distributed
 from extras import ranks
-from core.config import RankLost
+from extras.ranks import RankLost
 ranks.SILENCE = timedelta(seconds=3)
 ranks = distributed.join()
 ranks.gather(0)

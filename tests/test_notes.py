@@ -17,6 +17,7 @@ import grpo
 import reward_weighted
 import sft
 from envs.tasks import train_and_held_out
+from core.run import headline
 from extras.show import bars
 from extras.show import notes
 from core.config import Stop, options
@@ -37,7 +38,7 @@ def base(tmp_path_factory):
 
 # ----------------------------------------------------------------------------------------------------- what is printed
 def test_a_reward_that_was_not_finite_hinders_no_report():
-    assert notes.headline({"success": 0.5, "reward": None}) == "success 0.500"
+    assert headline({"success": 0.5, "reward": None}) == "success 0.500"
 
 
 def test_a_pipe_gets_a_line_a_step_and_no_bars(base, tmp_path):

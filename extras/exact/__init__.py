@@ -1,7 +1,17 @@
 """A run that continues bit for bit, whatever ended it.
 
-Importing it lets `core.config.main` handle signals, and say in one line that the disk is full or
-the memory was too small.
+    run.py            Run overrides core.run.Run: lock, signals, exact resume, files of bad steps
+    output_folder.py  who may write in a folder; what is renamed, cut and thinned there
+    checkpoint.py     checkpoints with the sha256 of their files, and of what the run began with
+    environments.py   the files that define an environment
+    resuming.py       what a run must have in common with the one it continues
+    loading.py        sealed(load_model) overrides lora.load_model: checkpoints are verified
+    process.py        the signals that end a program, and what a full disk or memory says
+    files.py          files that are flushed, and fingerprints
+
+A signal stops a run before the first update of a step or at the end of the step. What ends a run
+early saves the last whole step. No line of a training loop knows this layer: that an update has
+begun it learns from a hook of the optimizer. Importing it lets `core.config.main` handle signals.
 """
 from core.config import AROUND
 from extras.exact.process import Signals

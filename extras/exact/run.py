@@ -48,29 +48,34 @@ class Run(core.run.Run):
         self.made_of, self.scores, self.marks = {}, {}, {}
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
+        self.log_state = None  # that of the checkpoint to resume
         super().__init__(config, algorithm)
         # The first rank has read what the run began with.
         config.max_steps = self.values["max_steps"] = self.ranks.first(
             lambda: self.values["max_steps"])
 
     # -------------------------------------------------------------------------------- the folder
-    def enter(self):
-        self.command = self.command_to_continue()
+    def processes(self):
+        ranks = super().processes()
+        # Here, in every process, because an environment may change the current folder.
+        self.command = self.command_to_continue(ranks)
         self.files = OutputFolder(self.values, self.algorithm, self.command)
+        return ranks
+
+    def enter(self):
         self.files.enter()
-        self.log_state = None  # that of the checkpoint
         if not self.values["resume"]:
             return None, None
         result, checkpoint, self.log_state = continue_run(
             self.files, options(type(self.config)), self.ingredients())
         return result, checkpoint
 
-    def command_to_continue(self) -> str:
+    def command_to_continue(self, ranks) -> str:
         """Return the command that continues this run, or SAME_CALL."""
         # A notebook's own Config has no file.
         module = sys.modules[type(self.config).__module__]
         self.program = getattr(module, "__file__", f"{self.algorithm}.py")
-        launcher = self.ranks.launcher() if self.ranks.world > 1 else ["python"]
+        launcher = ranks.launcher() if ranks.world > 1 else ["python"]
         command = shlex.join([*launcher, os.path.relpath(self.program), "--config",
                               os.path.join(self.config.output_dir, "config.yaml"),
                               *code_flags(self.values), "--resume"])
@@ -198,12 +203,10 @@ class Run(core.run.Run):
         super().save()
         self.thinned = False
 
-    def state(self):
-        return super().state() | {"algorithm": self.algorithm, "lines": self.marks}
-
     def write_checkpoint(self, folder):
         super().write_checkpoint(folder)
-        seal(folder, self.state())
+        state = {name: getattr(self, name) for name in (*RESTORED, "algorithm")}
+        seal(folder, {**state, "lines": self.marks})
 
     def put_in_place(self, folder, path):
         """Rename what stands in the checkpoint's place, and keep the last two and the best."""

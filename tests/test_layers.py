@@ -1,0 +1,185 @@
+"""The architecture: core runs alone, no arrow climbs, no module is named in a string, every layer can be deleted."""
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = sorted(p.name for p in (ROOT / "extras").iterdir() if (p / "__init__.py").exists())
+BELOW = {"core": {"core"}, "lora": {"core", "lora"}, "envs": {"core", "envs"}}  # what a room may import; nothing below imports extras
+TOP = {"agent", "core", "dpo", "envs", "extras", "grpo", "layers", "llm", "lora", "reward_weighted", "sft", "window"}
+
+
+def sources():
+    """{module: path} of the product."""
+    out = {}
+    for path in [*ROOT.glob("*.py"), *(p for room in ("core", "envs", "extras", "lessons", "llm") for p in (ROOT / room).rglob("*.py"))]:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        out[name] = path
+    return out
+
+
+MODULES = sources()
+TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
+
+
+def imports(tree):
+    """Names of modules that a tree imports, wherever the import stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+GRAPH = {name: {target for target in imports(tree) if target in MODULES and target != name} for name, tree in TREES.items()}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_arrow_climbs(name):
+    """core imports core alone; lora and envs import core; nothing but layers.py and the branch of a flag imports extras."""
+    room = name.partition(".")[0]
+    rooms = {target.partition(".")[0] for target in GRAPH[name]}
+    if room in BELOW:
+        assert rooms <= BELOW[room]
+    if room in ("agent", "core", "envs", "lessons", "lora"):
+        assert "extras" not in rooms
+    if room == "extras":
+        assert not rooms & {"layers", "grpo", "sft", "dpo", "reward_weighted"}
+    if room in ("dpo", "grpo", "reward_weighted", "sft"):
+        assert not rooms & {"dpo", "grpo", "reward_weighted", "sft"}
+        # At the top of the file stand core and its neighbours; a layer is asked for where its flag is.
+        top = ast.Module([node for node in TREES[name].body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+        assert not any(target.startswith("extras") for target in imports(top))
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_module_is_named_in_a_string(name):
+    """But for the tables of environments, whose entries a user names."""
+    strings = {node.value for node in ast.walk(TREES[name]) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    named = {text for text in strings if "." in text and text in MODULES}
+    assert not named
+
+
+def reach(start):
+    seen, todo = set(), [start]
+    while todo:
+        for target in GRAPH[todo.pop()] - seen:
+            seen.add(target)
+            todo.append(target)
+    return seen
+
+
+def test_no_two_rooms_reach_each_other():
+    rooms = {}
+    for name in MODULES:
+        rooms.setdefault(name.partition(".")[0], set()).update(target.partition(".")[0] for target in reach(name))
+    pairs = sorted({tuple(sorted((a, b))) for a in rooms for b in rooms[a] if a != b and a in rooms.get(b, ())})
+    assert not pairs
+
+
+# ------------------------------------------------------------------------------------ deleting layers
+# All that a user starts, in one process, on a model that was taught for some steps: a line of JSON each.
+PROGRAMS = """
+import json, os, sys
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+base, place = sys.argv[1:]
+import agent, dpo, grpo, lora, reward_weighted, sft
+common = dict(model_path=base, eval_tasks=2, env="equations")
+play = dict(max_samples=8, tasks_per_step=2, group_size=2)
+def run(name, act):
+    print("##", json.dumps([name, act()]), flush=True)
+run("grpo", lambda: grpo.train(grpo.Config(**common, **play, max_steps=1, output_dir=f"{place}/grpo"))["steps"])
+run("resume", lambda: grpo.train(grpo.Config(**common, **play, max_steps=2, output_dir=f"{place}/grpo", resume=True))["steps"])
+run("sft", lambda: sft.train(sft.Config(**common, max_samples=8, max_steps=1, output_dir=f"{place}/sft"))["steps"])
+run("reward_weighted", lambda: reward_weighted.train(reward_weighted.Config(
+    **common, **play, max_steps=1, output_dir=f"{place}/rw"))["steps"])
+run("dpo", lambda: dpo.train(dpo.Config(**common, num_tasks=4, group_size=4, max_steps=1, min_gap=0.01, output_dir=f"{place}/dpo"))["steps"])
+run("dpo, recorded", lambda: dpo.train(dpo.Config(
+    **common, trajectories=f"{place}/dpo/trajectories.jsonl", max_steps=1, min_gap=0.01, output_dir=f"{place}/dpo2"))["steps"])
+def play_tasks():
+    agent.command(agent.Config(model_path=f"{place}/grpo", num_tasks=2, output=f"{place}/t.jsonl"))
+    return len(Path(f"{place}/t.jsonl").read_text().splitlines())
+run("agent", play_tasks)
+run("merge", lambda: lora.merge(f"{place}/grpo", f"{place}/merged") or sorted(p.name for p in Path(f"{place}/merged").glob("*.safetensors")))
+"""
+EXPECTED = {"grpo": 1, "resume": 2, "sft": 1, "reward_weighted": 1, "dpo": 1, "dpo, recorded": 1, "agent": 2, "merge": ["model.safetensors"]}
+
+
+def copy_without(folder, place):
+    """A copy of the product in `place`, without a folder or file of it."""
+    for name in ("core", "envs", "extras", "llm", *(p.name for p in ROOT.glob("*.py"))):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, place / name)
+    shutil.rmtree(place / folder)
+
+
+@pytest.fixture(scope="session")
+def taught(tmp_path_factory):
+    """A tiny model that was taught for a few steps, enough to call tools now and then."""
+    folder = tmp_path_factory.mktemp("taught")
+    code = ("import core.tiny, agent, grpo, sys; TABLE = getattr(core.tiny, 'TINY_SFT', None) or agent.TINY_SFT; TABLE.update(max_steps=60, max_samples=200);"
+            f"grpo.train(grpo.Config(max_steps=0, eval_tasks=0, output_dir={str(folder / 'run')!r}))")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=environment(), stdout=subprocess.DEVNULL)
+    return folder / "run" / "base"
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize("folder", ["extras", *(f"extras/{name}" for name in LAYERS)])
+def test_a_layer_can_be_deleted(folder, taught, tmp_path):
+    """The four programs, agent.py, --resume and lora.py merge run without it."""
+    copy_without(folder, tmp_path)
+    ended = subprocess.run([sys.executable, "-c", PROGRAMS, str(taught), str(tmp_path / "runs")], cwd=tmp_path, env=environment(),
+                           capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    shown = dict(json.loads(line[3:]) for line in ended.stdout.splitlines() if line.startswith("## "))
+    assert shown == EXPECTED
+
+
+ASKED = {  # a layer, what asks for it, and the words of the one line that answers
+    "memory": ("grpo.py --memory 4bit", "extras/memory"),
+    "vllm": ("grpo.py --sampler http://127.0.0.1:9 --max_steps 1", "extras/vllm"),
+    "rewards": ("grpo.py --rewards length=1", "extras/rewards"),
+    "data": ("grpo.py --dataset tasks.parquet", "extras/data"),
+    "serve": ("agent.py --serve", "extras/serve"),
+    "adapters": ("grpo.py --env gymnasium:FrozenLake-v1", "extras/adapters"),
+    "sandbox": ("grpo.py --env code", "extras/sandbox"),
+}
+
+
+@pytest.mark.parametrize("layer", ASKED)
+def test_what_a_deleted_layer_gave_is_answered_in_one_line(layer, taught, tmp_path):
+    command, words = ASKED[layer]
+    copy_without(f"extras/{layer}", tmp_path)
+    (tmp_path / "tasks.parquet").write_bytes(b"PAR1")
+    ended = subprocess.run([sys.executable, *command.split(), "--model_path", str(taught), *(["--output_dir", "r"] if "grpo" in command else [])],
+                           cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert ended.returncode == 2 and words in ended.stderr and len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+
+
+def test_a_plain_run_without_layers_stays_small(taught, tmp_path):
+    """What `python grpo.py` loads without extras/: the figures of DESIGN.md, files, lines, lines of code."""
+    copy_without("extras", tmp_path)
+    code = ("import json, os, sys; sys.path.insert(0, os.getcwd()); import sft, grpo\n"
+            f"grpo.train(grpo.Config(model_path={str(taught)!r}, max_steps=1, tasks_per_step=2, group_size=2, eval_tasks=2, output_dir='r'))\n"
+            "files = {m.__file__ for m in list(sys.modules.values()) if (getattr(m, '__file__', None) or '').startswith(os.getcwd() + os.sep)}\n"
+            "print('##', json.dumps(sorted(files)))")
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    files = [Path(f) for f in json.loads(ended.stdout.rpartition("## ")[2])]
+    lines = sum(len(f.read_text("utf-8").splitlines()) for f in files)
+    in_core = sum(len(f.read_text("utf-8").splitlines()) for f in files if f.parent.name == "core")
+    assert len(files) <= 22 and lines <= 4750 and in_core <= 2550, (len(files), lines, in_core)
