@@ -3,11 +3,14 @@
     template.py   copy it to make your own
     equations.py  equations to solve with tools: the default, and the one to read first
     gsm8k.py      word problems and a calculator, or with extras/sandbox Python
-    search.py     questions over documents (corpus.py: their index); writing.py; business.py
+    search.py     questions over documents (corpus.py: their index; answers.py: what equals what)
+    writing.py    writing to a brief; business.py: decisions
     prompts.py    rows with a prompt and no tools: --env envs.prompts:Prompts
-    tasks.py      the rows that episodes begin with, and which are held out
+    tasks.py      what episodes begin with, and what is held out (task_files.py: rows of files)
+    files.py      imports an environment from a file
     options.py    reads --env_options, and the cells of a table of tasks
-    calls.py      the tools of a class, and one call of one of them (steps.py: a step of Gymnasium)
+    calls.py      the tools of a class, and one call of one of them (loop.py: async ones;
+                  steps.py: a step of Gymnasium)
     session.py    one environment during an episode
     play.py       python -m envs.play NAME: play one yourself
     check.py      python -m envs.check NAME: the test that each of them passes
@@ -55,13 +58,11 @@ else is optional and invisible to TRL:
 `--env equations,gsm8k` plays several. `--env path/to/file.py:ClassName` plays your own, and
 `--env gymnasium:FrozenLake-v1` one of another package (extras/adapters).
 """
-import importlib.util
+import importlib
 import inspect
 import os
 import sys
 from dataclasses import dataclass, replace
-from functools import cache
-from types import ModuleType
 
 from envs.calls import accepts, needed, schemas, tools
 from core.config import UserError, named, nearest
@@ -152,7 +153,8 @@ def module_at(place: str, wanted: str):
     """Import a module, or a file that ends in .py. `wanted` opens the message of a UserError."""
     try:
         if place.endswith(".py"):
-            return _import_file(os.path.abspath(place))
+            from envs.files import import_file
+            return import_file(os.path.abspath(place))
         return importlib.import_module(place)
     except (OSError, ImportError, SyntaxError, AttributeError) as error:
         package = (getattr(error, "name", None) or "").partition(".")[0]
@@ -215,32 +217,6 @@ def rewards_of(config):
 def pay_alone(env_names) -> bool:
     """True if all of these environments have a get_reward()."""
     return all(hasattr(load(name), "get_reward") for name in names_of(env_names))
-
-
-FOLDERS = []  # of the files that were imported, whose neighbours they may import
-
-
-@cache
-def _import_file(path: str):
-    """Import a file once per process. It may import its neighbours."""
-    spec = importlib.util.spec_from_file_location(path, path)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up there, and `from . import name` its package.
-    sys.modules[path] = module
-    folder = os.path.dirname(path)
-    package = ModuleType(spec.parent)
-    package.__path__ = [folder]
-    # For `from . import name` Python also imports what stands before the first dot.
-    sys.modules[spec.parent] = sys.modules[path.partition(".")[0]] = package
-    FOLDERS.append(os.path.join(folder, ""))
-    sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        # A method may import a neighbour later. It comes last: other files do not mean it.
-        sys.path.remove(folder)
-        sys.path.append(folder)
-    return module
 
 
 def limits(env_names: str | None) -> dict:

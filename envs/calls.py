@@ -1,13 +1,10 @@
 """The tools of an environment: their names, what they take, and one call of one of them."""
-import asyncio
 import enum
 import inspect
 import json
-import threading
 import types
 import typing
 from contextlib import suppress
-from functools import cache
 
 from core.config import UserError, first_line
 from core.data import whole
@@ -178,31 +175,12 @@ def message_of(error: BaseException) -> str:
 
 
 def awaited(result):
-    """Return the result of an async method, and any other value as it is.
-
-    All async methods run in one loop, in a thread of its own: one that blocks holds up the others.
-    """
+    """Return the result of an async method, and any other value as it is."""
     if not inspect.iscoroutine(result):
         return result
-    with LOOP_LOCK:
-        loop = _event_loop()
-    return asyncio.run_coroutine_threadsafe(result, loop).result()
-
-
-LOOP_LOCK = threading.Lock()
-
-
-@cache
-def _event_loop():
-    loop = asyncio.new_event_loop()
-
-    def run():
-        while True:
-            # The exit() of one method shall not end the loop of all.
-            with suppress(SystemExit, KeyboardInterrupt):
-                loop.run_forever()
-    threading.Thread(target=run, daemon=True).start()
-    return loop
+    # Few environments have async methods.
+    from envs.loop import run
+    return run(result)
 
 
 def shortened(texts: list[str], most: int, tokens: int, encode) -> tuple[list[str], list[int]]:

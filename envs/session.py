@@ -1,8 +1,7 @@
-"""One environment during one episode. All that an episode asks of its environment goes through a
-session: the protocol is start, submit, results, reply, score and expert.
+"""One environment during one episode: start, submit, results, reply, score and expert.
 
 Here every call is made in this process, and the program waits until it returns. extras/isolate
-overrides the session with one that makes the same calls in a thread of its own, with a time-out.
+overrides `sessions`: the same calls are made in a thread for each environment, with a time-out.
 """
 from collections import Counter
 from contextlib import contextmanager
@@ -42,7 +41,7 @@ class Faults:
         self.broken = None  # why no result can be relied on, in words
 
     def count(self, kind, fault: str | None):
-        """Count the faults in a row. A call of this kind met one, or none."""
+        """Count that a call of this kind met a fault, or none."""
         self.counts[kind] = self.counts[kind] + 1 if fault else 0
         if self.counts[kind] >= MAX_FAULTS:
             self.broken = (
@@ -51,7 +50,7 @@ class Faults:
                 f"ValueError; the last: {fault}")
 
     def check(self):
-        """Raise EnvironmentFault if calls met faults again and again."""
+        """Raise EnvironmentFault if the environment is broken."""
         if self.broken:
             raise EnvironmentFault(self.broken)
 

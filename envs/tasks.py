@@ -1,14 +1,11 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
 import json
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 
-from tqdm import tqdm
-
 import envs
-from core.config import NO_BAR, UserError, auto, fill, flag, reading
+from core.config import UserError, auto, fill, flag, reading
 from core.data import finite, print_dropped, read_data, shuffled, split_of
 from core.run import config_of
 
@@ -87,7 +84,9 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
         cls = envs.with_options(envs.load(env_name), env_options)
         if path:
             is_whole = eval_dataset or not holds_out
-            rows = _tasks_of_file(env_name, names, cls, split, seed, path, is_whole, fields)
+            # Most runs play the environment's own tasks.
+            from envs.task_files import tasks_of_file
+            rows = tasks_of_file(env_name, names, cls, split, seed, path, is_whole, fields)
         else:
             rows = _tasks_of_environment(env_name, cls, split, share, seed)
         # Data chooses among the environments that the user named, and no other code.
@@ -135,71 +134,6 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
         if not rows:
             raise ValueError("it made no tasks")
     return rows
-
-
-def _tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
-    """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
-    tasks = []
-    dropped = Counter()
-    rows = read_data(path, fields, seed)
-    # Rows of `code` are tried in the sandbox, some thirty a second.
-    for place, row in tqdm(rows, "tasks", disable=NO_BAR, leave=False, delay=2):
-        with reading(place):
-            if len(names) > 1 and env_of(row, names) != name:
-                continue
-            if ".csv:" in place.lower():
-                # The cells of a table are text.
-                from envs.options import read_cells
-                row = read_cells(cls.reset, row)
-            in_split = is_whole or is_held_out(row) == (split == "test")
-            # Rows of the other split are checked as well.
-            task = _as_task(cls, row)
-        if in_split and task is None:
-            dropped["rows have nothing that can be played"] += 1
-        elif in_split:
-            dropped["tests cannot be read"] += task.get("dropped_tests", 0)
-            if len(names) == 1 and "env" in task:
-                task = {**task, f"{envs.COLUMN}env": task["env"]}
-            tasks.append(task)
-    for what, number in dropped.items():
-        if number:
-            print(f"{path:.200}: {number} {what}: dropped ({split})")
-    if not tasks:
-        raise UserError(f"{path:.200}: {name}: no rows for it, or too few rows to hold some out; "
-                        "give --eval_dataset path/to/test.jsonl, or --eval_tasks 0 (not sft.py)")
-    return shuffled(tasks, seed)
-
-
-def env_of(row: dict, names: list[str]) -> str:
-    """Return which of the named environments a row's "env" is, by name or class, or ValueError.
-
-    TRL calls the column "environment".
-    """
-    wanted = row.get("env", row.get("environment"))
-    for name in names:
-        if wanted in (name, name.rpartition(":")[2]):
-            return name
-    raise ValueError(f'"env" must be one of --env {",".join(names)}, not {wanted!r:.60}')
-
-
-def _as_task(cls, row: dict) -> dict | None:
-    """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
-    required = needed(cls.reset)
-    hint = (f"rows are read as tasks of {cls.__name__}; --fields renames columns; "
-            "prompts without tools: --env envs.prompts:Prompts")
-    try:
-        task = cls._row(row) if hasattr(cls, "_row") else row
-    except (KeyError, TypeError):
-        # A missing column says more than the error that it leads to.
-        need(row, *required, otherwise=hint)
-        raise
-    if task is not None:
-        need(task, *required, otherwise=hint)
-        prompt = task.get("prompt", "")
-        if not isinstance(prompt, str) or prompt[:1] == "[":
-            from envs.prompts import opening
-            opening(cls.reset, task, "any question")
-    return task
 
 
 def with_env(config):

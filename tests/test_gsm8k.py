@@ -15,7 +15,8 @@ from decimal import Decimal
 
 import pytest
 
-from envs.tasks import _as_task, load_tasks
+from envs.task_files import as_task
+from envs.tasks import load_tasks
 import envs
 from envs import gsm8k
 from envs.gsm8k import GSM8K, _number, calculator
@@ -218,7 +219,7 @@ def test_expert_leaves_out_false_marks():
 ])
 def test_bad_rows(row, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        _as_task(GSM8K, row)
+        as_task(GSM8K, row)
     assert "\n" not in str(error.value) and len(str(error.value)) < 160
 
 

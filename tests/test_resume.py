@@ -480,7 +480,7 @@ def test_a_run_that_a_reward_function_ended_continues_once_it_is_fixed(place, tm
     with pytest.raises(UserError, match="(?s)--rewards judge raised ZeroDivisionError.*step 1 is saved; continue with"):
         grpo.train(again)
     path.write_text("def judge(completions, **_):\n    return [1.0] * len(completions)\n")
-    envs._import_file.cache_clear()
+    envs.files.import_file.cache_clear()
     again.resume = True
     assert grpo.train(again)["steps"] == 2
     assert "note: environment judge.py is not the file this run began with: from here on it may learn something else\n" in capsys.readouterr().out

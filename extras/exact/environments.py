@@ -7,6 +7,7 @@ from pathlib import Path
 
 import envs
 from core.config import UserError
+from envs.files import FOLDERS
 from extras import has
 
 
@@ -43,7 +44,7 @@ def sources(config) -> list[str]:
             files = {name: m.__file__ for name, m in finder.modules.items() if m.__file__}
             for name, file in files.items():
                 loaded = getattr(sys.modules.get(name), "__file__", None) or file
-                if file != loaded and name != "__main__" and loaded.startswith(tuple(envs.FOLDERS)):
+                if file != loaded and name != "__main__" and loaded.startswith(tuple(FOLDERS)):
                     raise UserError(f"{path} imports {file}, but {name} is {loaded}; rename one")
                 paths.append(file)
     return paths
