@@ -153,6 +153,7 @@ def test_what_ends_a_turn(served, client):
         reply = client.completions.create(model="base", prompt=[5, 6], max_tokens=4, extra_body={"return_token_ids": True, **more}).choices[0]
         return reply.token_ids, reply.finish_reason
     assert ask([9, stop, 9, 9]) == ([9, stop], "stop")
+    assert ask([9, stop, 9, 9], ignore_eos=True) == ([9, stop, 9, 9], "length")
     assert ask([9, 8, 9, 9], stop_token_ids=[7, 8]) == ([9, 8], "stop")
     assert ask([9, stop, 9, 9], stop_token_ids=[7, 8]) == ([9, stop], "stop")
     # Also a token that opens a message does: the template's own messages begin with it.
@@ -371,7 +372,7 @@ def streamed(chat, turn, rng):
     end, sent = 0, ""
     while end < len(turn):
         end = min(end + rng.choice([1, 1, 2, 9]), len(turn))
-        row = player.Choice([5], SimpleNamespace(stop=[], stop_token_ids=[], model_dump=lambda **_: {}), chat, None)
+        row = player.Choice([5], SimpleNamespace(stop=[], stop_token_ids=[], ignore_eos=False, model_dump=lambda **_: {}), chat, None)
         row.turn, row.state = turn[:end], "ended" if end == len(turn) else "decode"
         content = served_by.message_of(row)[0]["content"]
         assert content.startswith(sent), "a character is taken back"
@@ -468,7 +469,7 @@ def test_what_cannot_be_answered_is_refused(served, change, says):
 
 @pytest.mark.parametrize("change", [{"temperature": 0}, {"top_p": 1e-50}, {"temperature": 1e-3, "top_k": 10**30}, {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0}, {"seed": None},
                                     {"stop": None, "logit_bias": None, "min_p": 0, "repetition_penalty": 1.0, "top_k": -1}, {"max_completion_tokens": 4, "max_tokens": None},
-                                    {"top_logprobs": 0, "logit_bias": {}, "store": False, "n": 1}, {"stop": ["\n"] * 8}, {"user": "me"}])
+                                    {"top_logprobs": 0, "logit_bias": {}, "store": False, "n": 1}, {"stop": ["\n"] * 8}])
 def test_parameters_that_ask_for_nothing_are_taken(served, change):
     assert served.post("/chat/completions", {**CHAT, **change})["usage"]["completion_tokens"] <= 4
 

@@ -1,7 +1,7 @@
 """The OpenAI-compatible server: `python agent.py --serve`.
 
-    POST /v1/chat/completions   messages, tools, stream, n, seed, stop
-    POST /v1/completions        texts or token ids; with return_token_ids also ids out, as in vLLM
+    POST /v1/chat/completions   messages, tools, stream, seed, stop
+    POST /v1/completions        token ids in and out
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter     {"lora_name", "lora_path"}
     POST /solve                 {"problem"}: the agent plays its environment, its tools really run
     GET  /v1/models, /healthz

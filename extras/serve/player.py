@@ -12,8 +12,8 @@ from functools import partial
 
 from core.engine import Engine, Row
 from core.data import members
-from core.model import facts, read_settings
-from lora import Adapter, adapt, adapters, merged
+from core.model import read_settings
+from lora import adapt, adapters, merged
 
 SLOTS = 64  # rows that decode at once
 SAMPLING = {"temperature", "top_k", "top_p"}  # in which rows of one batch may differ
@@ -33,7 +33,8 @@ class Choice(Row):
     def __init__(self, prompt, body, chat, weights, **options):
         super().__init__(prompt, group=tuple(prompt), **options)
         self.body, self.chat, self.weights = body, chat, weights
-        self.stop_ids = chat.end_ids.union(body.stop_token_ids)
+        end_ids = () if body.ignore_eos else chat.end_ids
+        self.stop_ids = {*end_ids, *body.stop_token_ids}
         self.sampling = body.model_dump(include=SAMPLING, exclude_defaults=True)
         self.done = Future()
 
@@ -128,8 +129,7 @@ class Player:
         # Take off the adapter that rows may be playing while `adapt` puts on the new one.
         self.exchange({})
         try:
-            kind = facts(self.model).kind or Adapter
-            adapt(self.model, read_settings(folder, kind.peft_entries), folder=folder)
+            adapt(self.model, read_settings(folder, {}), folder=folder)
         finally:
             loaded = self.exchange(self.playing)
         self.adapters[name] = loaded

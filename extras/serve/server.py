@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPBearer
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -30,8 +30,6 @@ from extras.data.recorded import recorded_ids, split_thought
 from extras.serve import LOCAL
 from extras.serve.player import Choice, Player
 
-BODY = 2**22  # bytes of a request
-CONNECTIONS = 512  # at the same time
 PAUSE = 0.03  # seconds between two chunks of a stream
 # What of an unfinished answer is not streamed yet: it may belong to a call.
 CALL = re.compile(r"(?<!\s)\s*+(?:[<\[{].*)?\Z", re.DOTALL)
@@ -64,7 +62,7 @@ class Turn(Body):
     seed: int = Field(default_factory=lambda: secrets.randbits(63))
     # What is nearly 0 would make the logits infinite.
     temperature: Literal[0] | Annotated[float, Field(ge=1e-3, le=100)] = 1.0
-    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda k: max(k, 0))] = 0
+    top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
     repetition_penalty: Literal[1] = 1
     n: Literal[1] = 1
@@ -73,7 +71,7 @@ class Turn(Body):
     stop: Annotated[list[Text], BeforeValidator(
         lambda given: [given] if isinstance(given, str) else given)] = []
     stop_token_ids: Ids = []
-    user: str = ""
+    ignore_eos: bool = False
 
 
 class Completion(Turn):
@@ -144,7 +142,7 @@ class Server:
         # Anybody may ask these. The second is vLLM's name for it.
         app.get("/healthz")(lambda: {})
         app.get("/health")(lambda: {})
-        app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
+        app.add_middleware(RequestBodyLimitMiddleware, max_body_size=2**22)  # bytes
         if not self.config.token:
             # A web page whose own name leads to this machine would ask from its reader's browser.
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
@@ -284,7 +282,7 @@ def message_of(choice):
 def answer(kind, choice, shown):
     """Return an answer of OpenAI's API with one choice."""
     asked, sampled = len(choice.group), len(choice.turn)
-    return {"id": str(id(choice)), "object": kind, "created": 0, "model": choice.body.model,
+    return {"id": str(id(choice)), "object": kind, "model": choice.body.model,
             "choices": [{"index": 0, **shown}],
             "usage": {"prompt_tokens": asked, "completion_tokens": sampled,
                       "total_tokens": asked + sampled}}
@@ -304,7 +302,7 @@ def run(config, model, tokenizer, begin, make_engine):
     """Answer requests until a signal ends the process; see `extras.serve.serve`."""
     server = Server(config, model, tokenizer, begin, make_engine)
     http = uvicorn.Config(server.application(), host=config.host, port=config.port,
-                          access_log=False, limit_concurrency=CONNECTIONS)
+                          access_log=False, limit_concurrency=512)
     try:
         sockets = [http.bind_socket()]
     except SystemExit:
