@@ -131,7 +131,7 @@ def test_a_step_ahead_is_paid_in_the_main_thread():
 
     def payer(episodes):
         paid.extend(map(rewards.math_verify, episodes))
-    run = SimpleNamespace(total=3, ranks=SimpleNamespace(apart=lambda: None), line={}, played=0, rollout_seconds=0.0, rollout_tokens=0.0, log=lambda **_: None, check=lambda: checks.append(1))
+    run = SimpleNamespace(total=3, ranks=SimpleNamespace(world=1), line={}, played=0, rollout_seconds=0.0, rollout_tokens=0.0, log=lambda **_: None, check=lambda: checks.append(1))
     ahead = Ahead(lambda play, step, run: play(run=run), partial(play, "model", engine=SimpleNamespace(load_policy=lambda model: None), pay=payer), run)
     assert [ahead(step) for step in range(3)] == [True, False, False] and paid == [1.0] * 3
     assert ahead.coming.done()  # no fourth step is played

@@ -4,7 +4,6 @@
     reasoning_gym_text.py  the task families of Reasoning Gym
     verifiers_text.py      single-turn tasks of verifiers
     numbered.py            what the three share
-    trl.py                 TRL's reward functions and columns
 
 Importing this package fills envs.ADAPTERS. Environments that were written for TRL and clients of
 OpenEnv need no adapter: the contract of envs/ is theirs.

@@ -26,7 +26,7 @@ from itertools import groupby
 import envs
 from envs.answers import alternatives, normalized, spaced
 from envs.calls import awaited, message_of, needed
-from extras.adapters.trl import as_trl, is_of_trl, turns_of
+from extras.rewards.trl import as_trl, is_of_trl, turns_of
 from core.config import UserError, nearest, reading, say_once
 from core.data import is_finite
 from core.tool_calls import after_thought

@@ -1,4 +1,4 @@
-"""What TRL's data and reward functions expect."""
+"""How reward functions that were written for TRL are called."""
 from types import SimpleNamespace
 
 from envs.calls import accepts, needed
