@@ -100,7 +100,7 @@ def fill(config, *tables):
 
 
 def options(config_class):
-    """Return {field: properties of its flag, default, kind, optional (may be None), auto, group}."""
+    """Return {field: its properties, default, kind, optional (may be None), auto and group}."""
     hints = typing.get_type_hints(config_class)
     flags = {}
     for c in reversed(config_class.__mro__):
