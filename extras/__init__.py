@@ -15,20 +15,14 @@
 Any folder can be deleted: core's own then takes its place.
 """
 from functools import partial
-from pathlib import Path
 
 from core.config import LayerFlags, episode_bar, terminal
 from core.engine import make_engine, sampler_of
 from core.run import Run
 from envs import rewards_of
 from envs.session import sessions
+from extras.presence import has
 from lora import load_model
-
-
-def has(layer: str) -> bool:
-    """True if the folder of this layer is there."""
-    return Path(__file__).with_name(layer).is_dir()
-
 
 # Layers of Run are subclasses of core's. Together they are one class, the first one outermost.
 runs = []
