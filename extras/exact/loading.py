@@ -1,4 +1,4 @@
-"""Loading from checkpoints of ours: their files are whole, their base model and settings the same."""
+"""Loading from our checkpoints: their files are whole, base model and settings the same."""
 import os
 import sys
 from functools import wraps
