@@ -39,10 +39,26 @@ def probed(load_model):
     @wraps(load_model)
     def load(path: str, **options):
         model, tokenizer = load_model(path, **options)
+        check_added_tokens(model, tokenizer, path)
         if model.device.type != "meta":
             probe(model, facts(model).source)
         return model, tokenizer
     return load
+
+
+def check_added_tokens(model, tokenizer, path):
+    """Refuse a tokenizer with added tokens that have no embedding and may be written.
+
+    A special token that the template does not write needs none, such as Gemma 3's for images.
+    """
+    vocabulary = len(model.get_input_embeddings().weight)
+    written = str(tokenizer.chat_template)
+    for name in ("bos_token", "eos_token"):
+        written = written.replace(name, getattr(tokenizer, name) or "")
+    for i, token in tokenizer.added_tokens_decoder.items():
+        if i >= vocabulary and (not token.special or token.content in written):
+            raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
+                            "they belong to different models")
 
 
 def probe(model, source: str):
