@@ -28,17 +28,15 @@ from typing import NamedTuple
 from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
                          options_for)
-from envs.tasks import RolloutFlags
-from core.data import (cheapest_order, collect_groups, group_shares, members, per_token,
+from envs.tasks import RolloutFlags, train_and_held_out
+from core.data import (cheapest_order, collate, collect_groups, group_shares, members, per_token,
                        unusable)
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
-from core.data import collate
 from agent import evaluate, rollout, rollout_options
-from envs.tasks import train_and_held_out
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged_to_train, reference

@@ -100,10 +100,7 @@ def fill(config, *tables):
 
 
 def options(config_class):
-    """Return {field name: properties of its flag}, the class's own fields first.
-
-    Those are what `flag` was given, and default, kind, optional (None is a value), auto and group.
-    """
+    """Return {field: its properties, default, kind, optional (may be None), auto and group}."""
     hints = typing.get_type_hints(config_class)
     flags = {}
     for c in reversed(config_class.__mro__):
@@ -439,10 +436,7 @@ def shown(error, rank=""):
 
 
 def terminal(config_class, command, module):
-    """Return the Config and the command of a program that a person talks to: in core as they are.
-
-    extras/serve overrides it for agent.py. `module` is the program's.
-    """
+    """Return the Config and the command of a program to talk to: extras/serve has another chat."""
     return config_class, command
 
 

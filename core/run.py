@@ -14,6 +14,7 @@
 Line k of metrics.jsonl is of step k; its eval/... are of the policy before that step. A run that is
 killed loses what came after its last checkpoint. Layers override the methods that are named here.
 """
+import json
 import os
 import re
 import resource
@@ -24,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 from core.config import ONCE, UserError, convert, mix, options, printable, read_yaml, say
-from core.data import finite, json_rows, read_json, reading, summarise, to_json, unusable
+from core.data import finite, read_json, reading, summarise, to_json, unusable
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -166,8 +167,8 @@ class Run:
         first = int(self.checkpoint.name[5:]) if self.checkpoint else 0
         for name in LOGS:
             if (self.folder / name).exists():
-                rows = [row for _, row in json_rows(self.folder / name, is_log=True)]
-                kept = [to_json(row) for row in rows if row["step"] < first]
+                lines = (self.folder / name).read_text().split("\n")[:-1]  # a cut one is the last
+                kept = [line + "\n" for line in lines if json.loads(line)["step"] < first]
                 write_whole(self.folder / name, "".join(kept))
         self.write_config()
 

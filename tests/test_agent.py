@@ -1281,7 +1281,7 @@ def test_another_agent_plays_without_a_change_of_this_file():
 
 def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_path, capsys):
     output = tmp_path / "episodes.jsonl"
-    config = agent_program.Config(num_tasks=3, group_size=2, output=str(output), max_new_tokens=4)
+    config = agent_program.Config(env="equations", num_tasks=3, group_size=2, output=str(output), max_new_tokens=4)
     agent.command(config)
     out = capsys.readouterr().out
     episodes = [trajectory_of(json.loads(line)) for line in output.read_text().splitlines()]
@@ -1295,15 +1295,15 @@ def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_
             return line
         raise EOFError
     monkeypatch.setattr("builtins.input", answer)
-    agent.command(agent_program.Config(max_new_tokens=4))
+    agent.command(agent_program.Config(env="equations", max_new_tokens=4))
     out = capsys.readouterr().out
     assert "User: Solve for x: 2x = 4\n" in out and out.count("User: ") == 2 and "['what' is not an equation" in out
 
 
 def test_the_command_takes_what_the_run_played(tmp_path):
-    (tmp_path / "config.yaml").write_text("env: gsm8k\ndataset: pairs.jsonl\ntasks: tasks.jsonl\ndtype: float32\n")
+    (tmp_path / "config.yaml").write_text("# grpo run;\nenv: gsm8k\ndataset: pairs.jsonl\ntasks: tasks.jsonl\ndtype: float32\n")
     config = agent.as_the_run(agent_program.Config(model_path=str(tmp_path)))
     assert (config.env, config.dataset, config.dtype, config.max_new_tokens) == ("gsm8k", "tasks.jsonl", "float32", 512)
-    (tmp_path / "config.yaml").write_text("env: mine.py:Mine\n")
+    (tmp_path / "config.yaml").write_text("# grpo run;\nenv: mine.py:Mine\n")
     with pytest.raises(UserError, match="the run played --env mine.py:Mine; give --env yourself"):
         agent.as_the_run(agent_program.Config(model_path=str(tmp_path)))

@@ -135,9 +135,9 @@ def chosen_episodes(file):
 def load_tokenizer(folder):
     """Return the tokenizer of the run's newest checkpoint, or None."""
     files = sorted(folder.glob("checkpoints/step_*/tokenizer.json"))
-    if not files:
+    file = files[-1] if files else folder / "tokenizer.json"
+    if not file.is_file():
         return None
-    file = files[-1]
     from tokenizers import Tokenizer
     with reading(file):
         return Tokenizer.from_file(str(file))
