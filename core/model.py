@@ -121,9 +121,13 @@ def is_tiny(model_path: str) -> bool:
 
 
 # --------------------------------------------------------------------------------- reading a model
-def from_pretrained(source: str, config, dtype, device):
-    """Read a model as transformers does. UserError names weights that are missing."""
-    model, report = auto_class(config).from_pretrained(
+def from_pretrained(source: str, config, dtype, device, kind=None):
+    """Read a model as transformers does. UserError names weights that are missing.
+
+    `kind` is the class that reads, None for AutoModelForCausalLM.
+    """
+    from transformers import AutoModelForCausalLM
+    model, report = (kind or AutoModelForCausalLM).from_pretrained(
         source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
         ignore_mismatched_sizes=True, output_loading_info=True)
     # Where weights are missing or misshapen, transformers would continue with random ones.
@@ -164,16 +168,6 @@ def read_model(source: str, dtype, device, seed: int, read_weights=from_pretrain
     # It may be an OSError, a SafetensorError or another: name the place, keep the cause.
     except Exception as error:
         raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
-
-
-def auto_class(config):
-    """Return the class of transformers that makes a model of this config."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    # Some families are published only with a vision tower. On text they are plain decoders.
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in kind._model_mapping:
-            return kind
-    return AutoModelForCausalLM
 
 
 def read_tokenizer(source: str):
@@ -277,7 +271,7 @@ def load_weights(model, folder: str):
     if settings(model):
         _load_adapter(model, folder)
     else:
-        saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), 0)
+        saved = from_pretrained(folder, model.config, torch.float32, "cpu", type(model))
         model.load_state_dict(saved.state_dict(), strict=False)  # not what was added
 
 
@@ -285,7 +279,6 @@ def _load_adapter(model, folder):
     path = Path(folder, TENSORS)
     with reading(path):
         saved = load_file(path)
-    check_finite(path, saved)
     needed = settings(model).tensors
     # PEFT names them so where it had loaded the model with its vision tower.
     saved = {name if name in needed else name.replace(".language_model.", ".", 1): tensor
@@ -296,26 +289,17 @@ def _load_adapter(model, folder):
             short = name.removeprefix("base_model.model.").removesuffix(".weight")
             raise UserError(f"{folder}: {short} is {stored}, the model needs {tuple(p.shape)}")
         p.data.copy_(saved.pop(name))
+        if not p.isfinite().all():
+            raise UserError(f"{path}: {name} has values that are not finite; the file is damaged")
     if saved:
         raise UserError(f"{folder}: {next(iter(saved))} has no place in this model")
 
 
-def check_finite(path, tensors: dict):
-    """Raise UserError if a value in the tensors that were read from `path` is not finite."""
-    for name, tensor in tensors.items():
-        # A sum is not finite where a value is not, and needs no memory.
-        if not tensor.sum(dtype=torch.float32).isfinite():
-            raise UserError(f"{path}: {name} has values that are not finite; the file is damaged")
-
-
 def read_settings(folder: str, entries: dict) -> dict:
-    """Return adapter_config.json. UserError names what is wrong or not understood here.
+    """Return adapter_config.json, of the kind of adapter that has these `Adapter.peft_entries`.
 
-    The entry "quantized_base" is added, from the file of tensors: how the base was stored that the
-    adapter was trained on, "" (as in its files), "nf4", "int8" (the head) or "nf4,int8".
-
-    Args:
-        entries: what the file says of this kind of adapter, `Adapter.peft_entries`.
+    The file of tensors adds the entry "quantized_base": the form of the base's weights in training,
+    "" (as in its files), "nf4", "int8" (the head) or "nf4,int8".
     """
     path = Path(folder, ADAPTER)
     config = read_json(path)
@@ -333,7 +317,7 @@ def read_settings(folder: str, entries: dict) -> dict:
 
 
 def _check_plain_lora(config, entries):
-    """Raise ValueError if this is anything but LoRA, or the kind with these entries, on Linears."""
+    """Raise ValueError if this is anything but LoRA, or the kind with these entries."""
     known = UNDERSTOOD | PLACES | entries.keys()
     odd = [key for key, value in config.items() if value and key not in known]
     init = config.get("init_lora_weights", True)
@@ -344,9 +328,6 @@ def _check_plain_lora(config, entries):
     if config.get("peft_type") != peft_type or config.get("bias", "none") != "none" or odd:
         raise ValueError("only plain LoRA is read here; merge others with PEFT (merge_and_unload); "
                          f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
-    names = config["target_modules"]
-    if not isinstance(names, str) and not all(isinstance(name, str) for name in names):
-        raise ValueError("target_modules must be a list of names, or a pattern")
     if type(config["r"]) is not int or not (config["r"] > 0 and config["lora_alpha"] > 0):
         raise ValueError("lora_alpha and r must be above 0, and r a whole number")
 
@@ -363,10 +344,7 @@ def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
 
 
 def steps_of(config, steps_per_epoch: float, default: int | None = None) -> int:
-    """Return --max_steps, else the steps of --num_epochs passes over the data, else `default`.
-
-    The last step is a whole one.
-    """
+    """Return --max_steps, else the steps of --num_epochs passes over the data, else `default`."""
     if config.max_steps is not None:
         return config.max_steps
     if config.num_epochs is None:
@@ -377,8 +355,7 @@ def steps_of(config, steps_per_epoch: float, default: int | None = None) -> int:
 def scheduled(peak: float, step: int, planned: int) -> float:
     """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
 
-    The warm-up lasts a tenth of the planned steps, at most WARMUP_STEPS. A run that is resumed with
-    a larger --max_steps than it was planned with continues at a tenth of the peak.
+    The warm-up lasts a tenth of the planned steps, at most WARMUP_STEPS.
     """
     warmup_steps = max(1, min(WARMUP_STEPS, planned // 10))
     warmup = min(1.0, (step + 1) / warmup_steps)

@@ -20,13 +20,17 @@ def sealed(load_model):
             read_state(path)  # sizes and sha256
         if is_adapter(path):
             check_settings(path, **options)
-            base = base_of(path)
-            if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-                raise UserError(f"{Path(path).resolve() / ADAPTER}: base_model_name_or_path {base}: "
-                                "no such folder; write the base model's folder or hub id there")
-            check_base(path, base)
+            check_place(path, base_of(path))
+            check_base(path, base_of(path))
         return load_model(path, **options)
     return load
+
+
+def check_place(path, base: str):
+    """Refuse an adapter whose base model is named by what can be no folder or hub id."""
+    if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
+        raise UserError(f"{Path(path).resolve() / ADAPTER}: base_model_name_or_path {base}: no such "
+                        "folder; write the base model's folder or hub id there")
 
 
 def check_settings(path, *, lora_r=0, lora_alpha=None, lora_target_modules="all-linear",

@@ -74,3 +74,13 @@ def check_kind(folder, config):
     if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
         raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
                         "named in its adapter_config.json), and --load_in_4bit for 4 bits")
+
+
+def auto_class(config):
+    """Return the class of transformers that makes a model of this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    # Some families are published only with a vision tower. On text they are plain decoders.
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    return AutoModelForCausalLM

@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from core.model import auto_class, from_pretrained
+from core.model import from_pretrained
 from core.tiny import make_tiny
 from extras.memory.checkpointing import layers_of
-from extras.memory.folders import check_kind, read_complete
+from extras.memory.folders import auto_class, check_kind, read_complete
 from lora import ROUTERS
 
 
@@ -62,7 +62,7 @@ class Reader:
         check_kind(folder, config)
         check_stored(folder)
         if not self.is_sparing(device):
-            return from_pretrained(folder, config, dtype, device)
+            return from_pretrained(folder, config, dtype, device, auto_class(config))
         stored = real_dtype(config.dtype or torch.float32, device)
         model = skeleton(config, stored if dtype == "auto" else dtype)
         if device.type == "meta":
