@@ -12,8 +12,8 @@
     calls.py      the tools of a class, and one call of one of them (loop.py: async ones;
                   steps.py: a step of Gymnasium)
     session.py    one environment during an episode
-    play.py       python -m envs.play NAME: play one yourself
-    check.py      python -m envs.check NAME: the test that each of them passes
+    play.py       python -m extras.play NAME: play one yourself
+    check.py      python -m extras.check NAME: the test that each of them passes
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other

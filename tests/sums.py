@@ -1,4 +1,4 @@
-"""An environment that conforms to what envs/check.py asks, and ways not to."""
+"""An environment that conforms to what extras/check.py asks, and ways not to."""
 import sqlite3
 import time
 

@@ -9,9 +9,9 @@ import warnings
 import pytest
 
 import envs
-from envs import check
-from envs.check import Conformance
-from envs.play import Config, Game, Setup
+from extras import check
+from extras.check import Conformance
+from extras.play import Config, Game, Setup
 from schooling import demonstrate
 from envs.tasks import load_tasks
 from core.config import EnvironmentFault, UserError

@@ -1,4 +1,4 @@
-"""envs/check.py: every registered environment conforms, and every way not to is told."""
+"""extras/check.py: every registered environment conforms, and every way not to is told."""
 import json
 import re
 import sys
@@ -7,9 +7,9 @@ import pytest
 import sums
 
 import envs
-from envs import check
-from envs.check import Conformance, command
-from envs.play import Config, Setup, run
+from extras import check
+from extras.check import Conformance, command
+from extras.play import Config, Setup, run
 
 # Nobody can tell more than 83 % of the meetings: the outcome is drawn.
 EXCEPTIONS = {"meetings": {"the expert solves 95 % or more"}}
@@ -179,4 +179,4 @@ def test_an_environment_without_content_is_one_too():
     """`Game` plays the instance that it is given, even one whose length is 0."""
     setup = Setup(Config(env="sums:Empty"))
     first = check.Game(setup, {})
-    assert check.Game(setup, {}, first.session.env).session.env is first.session.env
+    assert check.Game(setup, {}, first).session.env is first.session.env

@@ -1,10 +1,10 @@
-"""envs/play.py: a person plays."""
+"""extras/play.py: a person plays."""
 import json
 
 import pytest
 
 import envs
-from envs.play import Config, Setup, command
+from extras.play import Config, Setup, command
 from core.config import UserError
 
 

@@ -101,8 +101,8 @@ def test_the_readmes_expert_finds_every_number_by_what_the_tool_said(guess_numbe
 
 
 def test_the_readmes_environment_passes_the_check_that_readme_names(guess_number):
-    from envs.check import Conformance
-    from envs.play import Config, Setup
+    from extras.check import Conformance
+    from extras.play import Config, Setup
     verdicts = {name: verdict for name, verdict, _ in Conformance(Setup(Config(env=guess_number))).verdicts()}
     assert len(verdicts) > 10 and set(verdicts.values()) == {"pass"}, verdicts
 

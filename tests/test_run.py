@@ -458,7 +458,7 @@ def test_commands_are_found_from_another_folder(tmp_path, monkeypatch):
 
 
 def test_a_pipe_that_head_has_closed_ends_a_program_in_one_line():
-    words = f"{shlex.quote(sys.executable)} -m envs.check equations | head -1"
+    words = f"{shlex.quote(sys.executable)} -m extras.check equations | head -1"
     done = subprocess.run(words, shell=True, cwd=Path(sft.__file__).parent, capture_output=True, text=True)
     assert done.stderr == "check.py: nobody reads the output\n"
 

@@ -175,7 +175,7 @@ def test_rollouts_and_demonstrations_play_it_too():
 
 
 def test_reset_gets_the_columns_that_it_takes_and_no_others():
-    """A reset without **_ passed envs.check, and sft.py gave it the expert's noise: TypeError, ten times."""
+    """A reset without **_ passed extras.check, and sft.py gave it the expert's noise: TypeError, ten times."""
     class Strict:
         def reset(self, city: str):
             self.city = city
