@@ -3,7 +3,7 @@
     y = W x + scale B A x        W (out, in) is frozen, A (r, in) and B (out, r) train in float32
 
 The model stays the stock transformers model. Each adapted Linear gets one object, `linear.lora`,
-and computes its output with it. Another adapter (DoRA, tests/test_dora.py) is a subclass of
+and computes its output with it. Another adapter (DoRA, tests/core/test_dora.py) is a subclass of
 `Adapter`, given to `load_model` as `kind`.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER [--dtype bfloat16]

@@ -153,7 +153,7 @@ def bits(place, options):
 
 
 def ranks(place, options):
-    tests = ["tests/test_distributed.py", "-k", "dies or killed or signal", "-m", "slow or not slow"]
+    tests = ["tests/extras/ranks/test_distributed.py", "-k", "dies or killed or signal", "-m", "slow or not slow"]
     command = [sys.executable, "-m", "pytest", "-q", "-n0", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}

@@ -8,7 +8,7 @@ The models have random weights. The parts, in the order of their value (bench/gp
 
     machine   bandwidth and rate of products, measured: the limit
     cap       an allocation beyond --cap raises
-    families  tiny models of all families of tests/test_models.py play and learn as on the CPU
+    families  tiny models of all families of tests/extras/models/test_models.py play and learn as on the CPU
     correct   log-probabilities of engine and trainer, and gradients, against float32 on the CPU
     grpo      two steps of grpo.py under the cap, with tool calls: allocated memory beside counted, ratio, seconds
     decode    tokens/s against `model.generate` (and `generate_batch`), and against the limit

@@ -230,7 +230,7 @@ def compare_with_cpu(args, folder: str, options: dict) -> dict:
 
 
 def families(args) -> dict:
-    """Let tiny random models of all families of tests/test_models.py play and learn here, and on the CPU in float32.
+    """Let tiny random models of all families of tests/extras/models/test_models.py play and learn here, and on the CPU in float32.
 
     `engine` is the largest difference of a log-probability, over three turns with groups, from stock transformers on
     the CPU, `gradients` the relative difference of the adapter's gradients from the same code on the CPU.

@@ -1,7 +1,12 @@
 """Before torch is imported: one thread a worker, and no spinning, or parallel tests slow each other a hundredfold."""
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+# Tests of a layer share cases with those of core: a test module is found from every folder.
+sys.path += sorted(str(folder) for folder in Path(__file__).parent.rglob("[a-z]*") if folder.is_dir())
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -135,7 +135,7 @@ def test_noise_of_the_expert_is_repaired_by_what_the_tests_say():
 def test_python_says_nothing_about_a_models_code():
     """It warned of an unknown escape in the middle of a run's lines (3.12; before, only where it was asked to)."""
     done = subprocess.run([sys.executable, "-W", "always", "-c", r"from envs.gsm8k import parse; parse('x = \'\\e\'')"],
-                          cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+                          cwd=Path(__file__).resolve().parents[3], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
 
 

@@ -16,7 +16,7 @@ from envs.corpus import beginning
 from bench.comparison import difference
 from extras.show.report import MAX_EPISODES, token_texts, wilson
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 EVIL = "<script>alert(1)</script> | <img src=x onerror=alert(2)>\" onmouseover='x' ```` & \u202e</pre>"
 
 

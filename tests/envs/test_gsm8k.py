@@ -23,7 +23,7 @@ from envs.gsm8k import GSM8K, _number, calculator
 from core.data import read_rows
 from core.config import UserError
 
-DATA = os.path.abspath(os.path.join(os.path.dirname(__file__), "../../shared/data/gsm8k"))
+DATA = os.path.abspath(os.path.join(os.path.dirname(__file__), "../../../shared/data/gsm8k"))
 HELP = "error: use numbers"
 TRY_AGAIN = "Unfortunately your answer is wrong. Let's try again."
 QUESTION = {"question": "Natalia sold 48 clips in April and half as many in May. How many altogether?",

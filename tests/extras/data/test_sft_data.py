@@ -37,7 +37,7 @@ from core.tool_calls import parse_tool_calls
 from core.logprobs import token_logprobs
 from core.tiny import make_tiny
 
-GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k/train.jsonl"
+GSM8K = Path(__file__).resolve().parents[4] / "shared/data/gsm8k/train.jsonl"
 SYSTEM, ASK, ANSWER = ({"role": role, "content": text} for role, text in (
     ("system", "Be brief."), ("user", "How many?"), ("assistant", "42")))
 TOOL = {"role": "tool", "content": "24"}

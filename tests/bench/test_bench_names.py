@@ -11,7 +11,7 @@ import pytest
 
 from core.config import options
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {path.stem: path.read_text() for path in sorted((ROOT / "bench").glob("*.py"))}
 CONFIGS = {name: set(options(import_module(name).Config)) for name in ("grpo", "sft", "dpo", "reward_weighted", "agent_program")}
 FLAGS = set(re.findall(r'add_argument\("--(\w+)', "".join(SCRIPTS.values()))).union(*CONFIGS.values())

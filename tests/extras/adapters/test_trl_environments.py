@@ -1,4 +1,4 @@
-"""TRL's example environments (tests/trl_environments.py) run here as they are, and our environments in TRL's trainer."""
+"""TRL's example environments (tests/extras/adapters/trl_environments.py) run here as they are, and our environments in TRL's trainer."""
 import json
 import random
 import re

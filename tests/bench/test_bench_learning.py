@@ -13,7 +13,7 @@ from envs.tasks import load_tasks
 import envs
 import grpo
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from bench import learn_vs_trl, learning, reward_hacking, staleness, tricks  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402

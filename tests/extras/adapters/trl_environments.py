@@ -2,7 +2,7 @@
 
 Class names, members, signatures and the way reward functions read `environments` are TRL's contract; none of this knows our project.
 The games run in this process, behind clients with the interface of OpenEnv's: reset() and step(action) return an object with
-`observation`, `reward` and `done`. tests/test_openenv.py talks to real servers.
+`observation`, `reward` and `done`. tests/extras/adapters/test_openenv.py talks to real servers.
 """
 import random
 from types import SimpleNamespace as Result
