@@ -348,8 +348,13 @@ def next_turn(engine, row, player):
         engine.extend(row, player.next_ids, player.turn_budget)
 
 
-def rollout_options(config, run=None) -> dict:
-    """Return the arguments of `rollout` that a Config names, and the run."""
+def rollout_options(config, run=None, model=None) -> dict:
+    """Return the arguments of `rollout` that a Config names, and the run.
+
+    Raises UserError for a model that this process would have to decode and cannot.
+    """
+    if model and facts(model).refuses_engine and not config.sampler:
+        raise UserError(facts(model).refuses_engine)
     return {"limits": envs.limits_of(config), "temperature": getattr(config, "temperature", 1.0),
             "seed": config.seed, "env_options": envs.options_of(config),
             "engine": sampler_of(config, run), "pay": rewards_of(config), "run": run}
