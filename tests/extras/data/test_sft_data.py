@@ -52,7 +52,6 @@ FAMILIES = ["tiny", "hermes", "chatml", "thinking", "opens", "glm", "gptoss", "g
 @pytest.fixture(autouse=True)
 def all_held_out(monkeypatch):
     monkeypatch.setattr(episodes, "HELD_OUT", 100)
-    monkeypatch.setattr(sft, "HELD_OUT", 100)
 
 
 @pytest.fixture(scope="module")
