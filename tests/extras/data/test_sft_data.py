@@ -26,10 +26,11 @@ from extras.data.demonstrations import messages_in, read_dataset
 from schooling import demonstrate
 from episodes import read_split
 from extras.data.pairs import preference
-from envs.tasks import load_tasks, recorded_env
+from envs.tasks import load_tasks
+from envs.task_files import recorded_env
 from extras.isolate import Session, Watch
 from envs.prompts import as_messages
-from envs.tasks import is_held_out
+from envs.task_files import is_held_out
 from core.config import UserError
 from core.chat import Chat
 from extras.data.recorded import recorded_ids
