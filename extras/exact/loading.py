@@ -1,4 +1,4 @@
-"""Loading from checkpoints of ours: their files are whole, their base model and settings the same."""
+"""Loading from checkpoints of ours, if files are whole and the base and settings are the same."""
 import os
 import re
 import sys
@@ -29,8 +29,9 @@ def sealed(load_model):
 def check_place(path, base: str):
     """Refuse an adapter whose base model is named by what can be no folder or hub id."""
     if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-        raise UserError(f"{Path(path).resolve() / ADAPTER}: base_model_name_or_path {base}: no such "
-                        "folder; write the base model's folder or hub id there")
+        place = Path(path).resolve() / ADAPTER
+        raise UserError(f"{place}: base_model_name_or_path {base}: no such folder; write the base "
+                        "model's folder or hub id there")
 
 
 def check_settings(path, *, lora_r=0, lora_alpha=None, lora_target_modules="all-linear",
