@@ -7,8 +7,6 @@ from tqdm import tqdm
 import envs
 from core.config import NO_BAR, UserError, reading
 from core.data import read_data, shuffled, split_of
-from envs.options import read_cells
-from envs.prompts import opening
 from envs.tasks import json_of
 
 needed = cache(envs.needed)  # a file may have a million rows
@@ -26,6 +24,7 @@ def tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list
                 continue
             if ".csv:" in place.lower():
                 # The cells of a table are text.
+                from envs.options import read_cells
                 row = read_cells(cls.reset, row)
             in_split = is_whole or is_held_out(row) == (split == "test")
             # Rows of the other split are checked as well.
@@ -73,6 +72,8 @@ def as_task(cls, row: dict) -> dict | None:
         need(task, *required, otherwise=hint)
         prompt = task.get("prompt", "")
         if not isinstance(prompt, str) or prompt[:1] == "[":
+            # An environment, which few rows need.
+            from envs.prompts import opening
             opening(cls.reset, task, "any question")
     return task
 
