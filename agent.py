@@ -18,7 +18,7 @@ from pathlib import Path
 import envs
 from core.chat import Chat
 from core.config import UserError, flag, main, mix, printable
-from core.data import is_finite, pass_at_k, summarise, to_json, transcript
+from core.data import is_finite, pass_at_k, summarise, to_json
 from core.engine import Row
 from core.model import DTYPES, facts
 from core.tool_calls import parse_tool_calls
@@ -392,6 +392,8 @@ class Config(PlayFlags):
 
 def command(config: Config):
     """Play tasks, print some, and count; without --num_tasks play those that the user types."""
+    from envs.transcripts import transcript
+
     config = as_the_run(config)
     if config.output and Path(config.output).exists():
         raise UserError(f"--output {config.output}: there is a file of this name")
@@ -414,6 +416,8 @@ def command(config: Config):
 
 def chat(play, cls, tasks: list[dict]):
     """Play a task for every line that the user types, and print the episode. Ctrl-D ends."""
+    from envs.transcripts import transcript
+
     with suppress(EOFError):
         for number in count():
             text = input("Task (an empty line: one of the environment's): ")
