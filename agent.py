@@ -1,6 +1,6 @@
 """The agent's side of an episode: play it, record it, judge it.
 
-    rollout     play episodes: the model samples turns, tools run while other episodes decode
+    rollout     play episodes: the model samples turns, and the tools that it calls are run
     evaluate    success, pass@k, reward and more of a model in an environment
 
     python agent.py --model_path runs/grpo          chat with the agent
@@ -19,7 +19,7 @@ import envs
 from core.chat import Chat
 from core.config import UserError, flag, main, mix, printable
 from core.data import is_finite, pass_at_k, summarise, to_json
-from core.engine import Row
+from core.engine import EngineProtocol, Row
 from core.model import DTYPES, facts
 from core.tool_calls import parse_tool_calls
 from envs import Limits, load_environments
@@ -59,6 +59,7 @@ class Trajectory:
         return self.stop_reason in ("max_new_tokens", "max_tokens")
 
     def to_json(self) -> dict:
+        """Return the fields as a dict, as in a line of trajectories.jsonl."""
         return dict(vars(self))
 
 
@@ -209,7 +210,7 @@ class Episode:
         self.next_ids = ids
 
     def finish(self, reason: str):
-        """End the episode. The last turn gets what get_reward() says beyond what was paid."""
+        """End the episode and score it. The last turn gets the reward that no turn was paid yet."""
         t = self.trajectory
         t.stop_reason = reason
         total, t.reward_parts, t.info["success"] = self.session.score()
@@ -222,7 +223,7 @@ class Episode:
         t.reward = math.fsum(t.rewards)
 
     def leave(self):
-        """Called once the episode has ended and left the engine: nothing more is to be done."""
+        """Do nothing. Subclasses act here once the episode has ended and left the engine."""
 
     def spoil(self, why: str):
         """Give the episode the reward NaN: the run skips the step and says why."""
@@ -247,10 +248,10 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
             run=None) -> list[Trajectory]:
     """Play `group_size` episodes of every task, in eval mode, and return them task by task.
 
-    A group is named by step and first_task + index of its task, so a second rollout of the same
-    step needs another first_task. Name, seed and sample seed an episode's random numbers. Prompts
-    of max_tokens or more are dropped and counted; if a run has played nothing else so far, it
-    raises UserError. A fault ends its episode ("error"); many raise EnvironmentFault.
+    The group id of a task is "{step}-{first_task + index}": a second rollout of the same step needs
+    another first_task. Group id, seed and sample seed an episode's random numbers. Episodes whose
+    prompt reaches max_tokens are dropped; if a run's first rollout has no other, it raises
+    UserError. A fault ends its episode with "error", and many in a row raise EnvironmentFault.
 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which.
@@ -264,14 +265,14 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     is_first = run is None or not (run.played or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
-    agents, groups, names = {}, {}, ",".join(classes)
+    agents, groups = {}, {}  # row -> who plays its episode; prompt -> the number of its group
     # Servers are told the policy; the engine of this process decodes with merged weights.
     load_policy = getattr(engine, "load_policy", merged)
     with load_policy(model.eval()), sessions(limits, run) as new_session:
         for i, sample in product(share, range(group_size)):
-            name = tasks[i].get("env", names)
+            name = tasks[i].get("env", ",".join(classes))
             if name not in classes:
-                raise UserError(f"a task names environment {name!r}, which is none of {names}")
+                raise UserError(f"a task names environment {name!r}, none of {env_name}")
             session = new_session(name, classes[name], tasks[i])
             player = agent(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
@@ -317,7 +318,7 @@ def play_all(engine, agents: dict, run=None):
                     player.spoil(why)
 
 
-def play_turns(engine, agents: dict):
+def play_turns(engine: EngineProtocol, agents: dict):
     """Play the episodes of the agents (row -> agent). Yield after every decode step."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
     engine.add(agents)
@@ -393,7 +394,6 @@ class Config(PlayFlags):
 def command(config: Config):
     """Play tasks, print some, and count; without --num_tasks play those that the user types."""
     from envs.transcripts import transcript
-
     config = as_the_run(config)
     if config.output and Path(config.output).exists():
         raise UserError(f"--output {config.output}: there is a file of this name")
@@ -417,7 +417,6 @@ def command(config: Config):
 def chat(play, cls, tasks: list[dict]):
     """Play a task for every line that the user types, and print the episode. Ctrl-D ends."""
     from envs.transcripts import transcript
-
     with suppress(EOFError):
         for number in count():
             text = input("Task (an empty line: one of the environment's): ")

@@ -35,7 +35,8 @@ class EngineProtocol(Protocol):
     busy                     True while `step` has something to do; it is called only then
     clock                    how many decode steps were taken: it decides when tool results are due
 
-    The caller makes each Row. After that it only reads its `turn` and its `logprobs`.
+    The caller makes each Row, and then only reads its `turn` and `logprobs`. An engine may have
+    load_policy(model), a context in which it samples this policy.
     """
     busy: bool
     clock: int
@@ -272,6 +273,12 @@ def make_engine(model, *, tokens: int, kind=Engine, top_k=0, top_p=1.0, **option
     return kind(model, **options)
 
 
+def sampler_of(config, run=None):
+    """Return the engine that --sampler names, or None for that of `make_engine`."""
+    if getattr(config, "sampler", None):
+        raise UserError("--sampler needs extras/vllm")
+
+
 # -------------------------------------------------------------------------------- the forward pass
 def row_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None,
                   row_cache=None, softcap=None, s_aux=None, **_):
@@ -295,12 +302,6 @@ def row_attention(module, query, key, value, attention_mask, scaling=None, slidi
     weights = weights.softmax(-1)[..., :S]
     out = weights.reshape(scores.shape) @ value
     return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
-
-
-def sampler_of(config, run=None):
-    """Return the engine that --sampler names, or None for that of `make_engine`."""
-    if getattr(config, "sampler", None):
-        raise UserError("--sampler needs extras/vllm")
 
 
 class StockForward:
@@ -342,7 +343,7 @@ class RowCache:
         begins: True if the new tokens are the first of their rows.
         rows: the slots of the pass, a slice if they are neighbours; `span` positions are read.
         read, write: the index of what the pass reads and writes in a tensor.
-        sdpa: True where torch's fused kernel does the attention, which copies no slice of a row.
+        sdpa: True on a GPU, which reads a slice of a row without a copy. A CPU copies short ones.
     """
     keeps_states = False  # a row can go back to any of its tokens
 
@@ -414,11 +415,11 @@ class RowCache:
         if window not in self.biases:
             key = torch.arange(self.span, device=self.device)
             query = self.position[:, None, :, None]
-            hidden = key > query  # (R, 1, C, S)
+            unseen = key > query  # (R, 1, C, S)
             if window:
-                hidden |= key <= query - window
-            bias = hidden.new_zeros(hidden.shape, dtype=dtype)
-            self.biases[window] = bias.masked_fill_(hidden, -torch.inf)
+                unseen |= key <= query - window
+            bias = unseen.new_zeros(unseen.shape, dtype=dtype)
+            self.biases[window] = bias.masked_fill_(unseen, -torch.inf)
         return self.biases[window]
 
     def views(self, length: int) -> list:
