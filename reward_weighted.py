@@ -41,7 +41,8 @@ import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
 from core.data import collate
 from episodes import read_trajectories
-from envs.tasks import drop_seen, recorded_env, train_and_held_out
+from envs.tasks import drop_seen, train_and_held_out
+from envs.task_files import recorded_env
 from core.model import adamw, is_tiny, scheduled
 from core.logprobs import token_logprobs
 from lora import merged_to_train
@@ -343,7 +344,8 @@ def train(config: Config) -> dict:
     held_out = drop_seen(held_out, tasks_of(data))
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
-        model, tokenizer = load_model(teach_tiny(config, run, bool(tasks)), **options_for(load_model, config))
+        base = teach_tiny(config, run, bool(tasks))
+        model, tokenizer = load_model(base, **options_for(load_model, config))
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
                       beta2=0.999)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))

@@ -9,7 +9,8 @@ from html import escape
 from pathlib import Path
 
 from core.config import UserError, prepare_streams, reading
-from core.data import lines_of, read_json, transcript, whole
+from core.data import lines_of, read_json, whole
+from envs.transcripts import transcript
 from core.run import EPISODES, algorithm_of, config_of, headline, write_whole
 from envs.corpus import beginning
 from extras.show.curves import curves, number
