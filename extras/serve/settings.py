@@ -6,7 +6,7 @@ from pathlib import Path
 import envs
 from core.config import UserError, convert, fill, options, printable
 from core.model import DTYPES
-from core.run import CONFIG, algorithm_of, config_of
+from core.run import CONFIG, algorithm_of
 from extras.serve import LOCAL
 
 # What is taken from the run, besides the dtype.
