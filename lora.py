@@ -112,11 +112,11 @@ def adapted_forward(linear, x):
     """Return the output (..., out) of an adapted Linear for x (..., in)."""
     adapter = linear.lora
     output = type(linear).forward(linear, x)
-    if adapter.mode == "off":
-        return output
-    if adapter.mode != "merged":
+    if adapter.mode not in ("merged", "off"):
         return adapter(linear, x, output)
-    return adapter.give_gradients(linear, x, output) if torch.is_grad_enabled() else output
+    if adapter.mode == "merged" and torch.is_grad_enabled():
+        return adapter.give_gradients(linear, x, output)
+    return output
 
 
 class _MergedLoRA(torch.autograd.Function):
@@ -233,28 +233,18 @@ def whole_policy(module) -> bool:
 
 
 # ------------------------------------------------------------------------------------------ merging
-def merged(model):
-    """Return a context in which the adapted weights are W + scale B A; W is restored exactly.
+@contextmanager
+def merged(model, to_train: bool = False):
+    """Inside the block the adapted weights are W + scale B A; on exit W is restored exactly.
 
     A and B still get their gradients, so rollout and update can use the very same weights. Weights
     in 16 bits are rounded by `dithered`, so that small updates are not lost. Leave the block before
-    the optimizer steps. An adapter that is not mergeable stays beside its weight.
+    the optimizer steps. An adapter that is not mergeable stays beside its weight. With to_train so
+    does one with dropout, because a merged one has none.
     """
-    return _merged(adapters(model).values())
-
-
-def merged_to_train(model):
-    """Return the same context for an update, and for log-probabilities that are compared with it.
-
-    An adapter with dropout stays beside its weight, because a merged one has no dropout.
-    """
-    return _merged(linear for linear in adapters(model).values() if not linear.lora.dropout)
-
-
-@contextmanager
-def _merged(linears):
-    """Inside the block these Linears are merged, but for those that are or are switched off."""
-    linears = [linear for linear in linears if not whole_policy(linear)]
+    linears = [linear for linear in adapters(model).values() if not whole_policy(linear)]
+    if to_train:
+        linears = [linear for linear in linears if not linear.lora.dropout]
     try:
         for linear in linears:
             linear.lora.merge(linear)
@@ -262,6 +252,11 @@ def _merged(linears):
     finally:
         for linear in linears:
             linear.lora.unmerge(linear)
+
+
+def merged_to_train(model):
+    """Return `merged` for an update, and for log-probabilities that are compared with it."""
+    return merged(model, to_train=True)
 
 
 def merge_adapter(model):

@@ -32,14 +32,12 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
         token_ids: (B, T), right-padded
         loss_mask: (B, T), 1 where a log-probability is wanted
         temperature: the logits are divided by it
-        return_hidden: True also returns what the head saw, for a head that a fork adds. A critic
-            takes hidden.detach(), or its loss moves the policy. The state after the last token
-            needs one more column, with mask 1.
+        return_hidden: True also returns the last hidden states, for a head that a fork adds, such
+            as V = value_head(hidden). A critic takes hidden.detach(), or its loss moves the policy.
 
     Returns logprobs (B, T) and entropy (B, T), float32, differentiable, 0.0 where the mask is 0.
-    With return_hidden also hidden (B, T, D), of the same kind: column t holds the last hidden state
-    before token t. The scale of float16 gradients lies behind it (see `scale_gradient`), so what is
-    computed from it in float32, such as values V = value_head(hidden), gets plain gradients.
+    With return_hidden also hidden (B, T, D), of the same kind: column t holds what token t is
+    predicted from. The state after the last token needs one more column, with mask 1.
     """
     used = used_columns(loss_mask)  # what follows them changes nothing before it
     # (N, D), (B, used)
@@ -55,17 +53,15 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
         weights = [weight for weight in head.parameters() if weight.requires_grad]
         logprobs, entropy = _HeadLogprobs.apply(
             model, hidden, targets, temperature, *weights)  # (n,), (n,)
-    if hidden.dtype == torch.float16 and hidden.requires_grad:
-        scale_gradient(logprobs)
-        scale_gradient(entropy)
+    scale_gradient(logprobs, hidden.dtype)
+    scale_gradient(entropy, hidden.dtype)
     zeros = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
     columns = F.pad(predicted, (1, 0))  # (B, T)
     results = zeros.masked_scatter(columns, logprobs), zeros.masked_scatter(columns, entropy)
     if not return_hidden:
         return results
     exact = hidden.float()  # (n, D)
-    if exact.requires_grad and hidden.dtype == torch.float16:
-        scale_gradient(exact)
+    scale_gradient(exact, hidden.dtype)
     padded = exact.new_zeros(*token_ids.shape, exact.shape[1])  # (B, T, D)
     return *results, padded.masked_scatter(columns[..., None], exact)
 
@@ -75,7 +71,7 @@ def score(model, token_ids, mask, temperature: float, run):
     """Return a step's log-probabilities (B, T), in the run's micro-batches, by all its ranks.
 
     Call it in a context in which the model is the policy to score. It leaves the model in `eval`
-    mode, without dropout. The other arguments are those of `token_logprobs`.
+    mode, without dropout.
     """
     logprobs = torch.zeros(token_ids.shape, device=token_ids.device)
     model.eval()
@@ -137,8 +133,7 @@ def sample(logits, uniforms, forced, temperature: float = 1.0):
 def inverse_cdf(weight, uniforms):
     """Return the ids (R,) at which the cumulative weights (R, V) reach the uniforms (R,).
 
-    It finds the block of the vocabulary first and then the token in it. It also returns the sums
-    of the weights (R,), in float64.
+    It finds a block of the vocabulary, then the token. It also returns the sums (R,), in float64.
     """
     if weight.shape[1] % BLOCK:
         weight = F.pad(weight, (0, -weight.shape[1] % BLOCK))
@@ -263,20 +258,20 @@ GRADIENT_SCALE = 2.0**12  # with it float16 gradients stay above 6e-8
 LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 mantissa bits
 
 
-def scale_gradient(x):
-    """Make the gradient of x GRADIENT_SCALE times as large, which `Cast` undoes.
+def scale_gradient(x, dtype):
+    """Make the gradient of x GRADIENT_SCALE times as large if the model is in float16.
 
-    Float16 ends at 6e-8, and a token's share of a gradient is soon smaller. The scale is constant:
-    an update that overflows is not finite, and is skipped.
+    `Cast` undoes it. The scale is constant: an update that overflows is not finite, and is skipped.
     """
-    # The gradient is None where the loss leaves x out, as most losses do the entropy.
-    x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)
+    if dtype == torch.float16 and x.requires_grad:
+        # The gradient is None where the loss leaves x out, as most losses do the entropy.
+        x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)
 
 
 class Cast(torch.autograd.Function):
     """Use a float32 weight in the dtype and on the device of another tensor.
 
-    Its gradient comes back in float32, and a float16 one is divided by GRADIENT_SCALE.
+    A gradient in float16 is divided by GRADIENT_SCALE.
     """
 
     @staticmethod
@@ -295,18 +290,16 @@ class Cast(torch.autograd.Function):
 def dithered(total, dtype, noise=None):
     """Round float32 sums to what 16 bits hold, by stochastic rounding with fixed random bits.
 
-    An update below half the distance to the next 16-bit number would vanish if the sum were rounded
-    to the nearest: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here
-    random bits are added below the last bit that 16-bit numbers have, and the rest is cut off, so
-    that the mean over the weights is right (but for float16 numbers below 6e-5). A zero update
-    changes nothing, NaN stays NaN, and a number above the largest of the dtype may become infinite.
-    The random bits are constants: rollout, update, evaluation and `merge` have the same weights.
+    Rounded to the nearest, an update below half the distance to the next 16-bit number would
+    vanish: at a learning rate of 2e-5 that is nearly all of a LoRA's first steps. Here random bits
+    are added below the last bit that is kept, and the rest is cut off, so that the mean over the
+    weights is right (but for float16 numbers below 6e-5). A zero update changes nothing. The random
+    bits are constants: rollout, update, evaluation and `merge` have the same weights.
 
     Args:
         total: float32, (out, in) or (..., out), contiguous. It is overwritten.
         dtype: what holds the result later. Only bfloat16 and float16 need random bits.
-        noise: the bits (out,) of `column_noise`, the same for all rows whatever their place in a
-            batch. With None each number of a weight has its own.
+        noise: the bits (out,) of `column_noise` for every row. With None each number has its own.
     """
     if dtype not in LOST_BITS:
         return total
@@ -352,8 +345,8 @@ class _DitheredSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output, update, scale, noise):
-        # The sum is written over the update, some tokens in float32 at a time: what a CPU's cache
-        # holds, and on a GPU, where each piece is six kernels, 32 MiB.
+        # The sum is written over the update, as many tokens in float32 as a CPU's cache holds.
+        # On a GPU each piece is six kernels, so pieces are 32 MiB there.
         ctx.mark_dirty(update)
         ctx.scale = scale
         tokens = max(1, 2**(18 if output.device.type == "cpu" else 23) // output.shape[-1])

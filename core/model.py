@@ -28,8 +28,7 @@ ADDED = "added.safetensors"  # what a fork has added to the model
 WARMUP_STEPS = 20  # at most
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
-# What is read of a model on the hub, beside its weights.
-TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]
+HUB_ID = r"[a-zA-Z0-9][\w.-]*/[\w.-]+"
 # Keys of PEFT's adapter_config.json that we know, or that change nothing; no others pass.
 UNDERSTOOD = {
     "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path",
@@ -99,7 +98,7 @@ def is_adapter(path) -> bool:
 
 
 def base_of(adapter) -> str:
-    """Return the folder or hub id of an adapter's base model, or raise UserError if none is found.
+    """Return the folder or hub id of an adapter's base model.
 
     A base/ in its own or its run's folder comes first: the recorded place may now hold another.
     """
@@ -108,12 +107,7 @@ def base_of(adapter) -> str:
     for place in (folder, *runs):
         if (place / "base").is_dir():
             return str(place / "base")
-    path = folder / ADAPTER
-    base = str(read_json(path).get("base_model_name_or_path") or "")
-    if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
-        raise UserError(f"{path}: base_model_name_or_path {base}: no such folder; write the base "
-                        "model's folder or hub id there")
-    return base
+    return str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "")
 
 
 def is_tiny(model_path: str) -> bool:
@@ -127,16 +121,20 @@ def is_tiny(model_path: str) -> bool:
 
 
 # --------------------------------------------------------------------------------- reading a model
-def from_pretrained(folder: str, config, dtype, device):
-    """Read a model as transformers does. UserError names weights that are missing."""
-    model, report = auto_class(config).from_pretrained(
-        folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+def from_pretrained(source: str, config, dtype, device, kind=None):
+    """Read a model as transformers does. UserError names weights that are missing.
+
+    `kind` is the class that reads, None for AutoModelForCausalLM.
+    """
+    from transformers import AutoModelForCausalLM
+    model, report = (kind or AutoModelForCausalLM).from_pretrained(
+        source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
         ignore_mismatched_sizes=True, output_loading_info=True)
     # Where weights are missing or misshapen, transformers would continue with random ones.
     missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if missing:
         missing = ", ".join(sorted(missing)[:3])
-        raise UserError(f"{folder}: no weights for {missing}: the model is incomplete, "
+        raise UserError(f"{source}: no weights for {missing}: the model is incomplete, "
                         "or of a kind that predicts no next token, or its config.json is another's")
     return model
 
@@ -146,7 +144,7 @@ def read_model(source: str, dtype, device, seed: int, read_weights=from_pretrain
 
     Args:
         dtype: of torch, or "auto": as the weights are stored.
-        read_weights: read_weights(folder, config, dtype, device) -> model.
+        read_weights: read_weights(source, config, dtype, device) -> model.
     """
     if source == "tiny":
         model, tokenizer = make_tiny(seed)
@@ -156,10 +154,15 @@ def read_model(source: str, dtype, device, seed: int, read_weights=from_pretrain
             for p in model.parameters():
                 p.data = p.data.to(dtype)
         return model.eval(), tokenizer
+    if not os.path.isdir(source) and not re.fullmatch(HUB_ID, source, re.ASCII):
+        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
+                        "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
+    from transformers import AutoConfig
     try:
-        if os.path.isdir(source):
-            return _read_folder(source, dtype, device, read_weights)
-        return _read_from_hub(source, dtype, device, read_weights)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        # Transformers chooses. The attention that config.json names may be a kernel to download.
+        config._attn_implementation = None
+        return read_weights(source, config, dtype, device), read_tokenizer(source)
     except UserError:
         raise
     # It may be an OSError, a SafetensorError or another: name the place, keep the cause.
@@ -167,58 +170,11 @@ def read_model(source: str, dtype, device, seed: int, read_weights=from_pretrain
         raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
 
 
-def _read_from_hub(source, dtype, device, read_weights):
-    """Read a model of the hub, from the files on this machine if all that is needed is there."""
-    from huggingface_hub import snapshot_download
-    if not re.fullmatch(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", source, re.ASCII):
-        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
-                        "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
-    # On the meta device a model has shapes and no weights.
-    files = TEXTS if device.type == "meta" else [*TEXTS, "model*.safetensors"]
-    with suppress(OSError, UserError):
-        folder = snapshot_download(source, allow_patterns=files, local_files_only=True)
-        return _read_folder(folder, dtype, device, read_weights)
-    print(f"{source}: no such folder here; asking the hub for it")
-    folder = snapshot_download(source, allow_patterns=files)
-    return _read_folder(folder, dtype, device, read_weights)
-
-
-def _read_folder(folder, dtype, device, read_weights):
-    """Read the model and tokenizer in a folder."""
-    from transformers import AutoConfig
-    if not os.path.exists(os.path.join(folder, "config.json")):
-        raise ValueError("no model (config.json) is there, nor a step that a run has saved")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.is_encoder_decoder or "Classification" in str(config.architectures):
-        raise UserError(f"{folder}: {config.model_type} is an encoder-decoder or a classifier; "
-                        "only decoders are trained here")
-    # Transformers chooses. The attention that config.json names may be a kernel to download.
-    config._attn_implementation = None
-    return read_weights(folder, config, dtype, device), read_tokenizer(folder)
-
-
-def auto_class(config):
-    """Return the class of transformers that makes a model of this config."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    # Some families are published only with a vision tower. On text they are plain decoders.
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in kind._model_mapping:
-            return kind
-    return AutoModelForCausalLM
-
-
 def read_tokenizer(source: str):
-    """Return the tokenizer in a folder."""
+    """Return the tokenizer of a folder or hub id."""
     from transformers import AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if tokenizer.vocab_size < 10:  # special tokens alone
-            raise ValueError("tokenizer.json is missing; copy it from the base model")
-        # Where a model with a vision tower had its template before chat_template.jinja.
-        path = Path(source, "chat_template.json")
-        if not tokenizer.chat_template and path.exists():
-            tokenizer.chat_template = read_json(path).get("chat_template")
-        return tokenizer
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"{source}: no tokenizer could be read ({first_line(error)})") from None
 
@@ -242,13 +198,8 @@ def adopt_tokenizer(model, tokenizer, path):
         raise UserError(f"{path}: its tokenizer has no chat template; "
                         "use an instruct model, or put chat_template.jinja beside it")
     vocabulary = len(model.get_input_embeddings().weight)
-    # A special token that the template does not write needs no embedding: Gemma 3's for images.
-    written = str(tokenizer.chat_template)
-    for name in ("bos_token", "eos_token"):
-        written = written.replace(name, getattr(tokenizer, name) or "")
-    added = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i >= vocabulary
-             and (not token.special or token.content in written)]
-    if tokenizer.vocab_size > vocabulary or added:
+    # Special tokens may be without an embedding, as Gemma 3's for images are.
+    if tokenizer.vocab_size > vocabulary:
         raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
                         "they belong to different models")
     # Base models lack the end of a turn here, and what is saved would not stop in `generate`.
@@ -263,7 +214,6 @@ def adopt_tokenizer(model, tokenizer, path):
 def save_model(model, folder: str):
     """Write the adapter in PEFT's format, or, when all weights train, a model folder.
 
-    A model folder needs `tokenizer.save_pretrained(folder)`, too, before `load_model` reads it.
     PEFT adds an adapter to a 16-bit base by rounding to the nearest, which loses small updates
     (bench/adapter_rounding.py): play the folder of `lora.py merge --dtype bfloat16` instead. What a
     fork has added to the model, a value head for instance, goes into a file of its own.
@@ -281,10 +231,7 @@ def save_model(model, folder: str):
 
 
 def added_weights(model) -> dict:
-    """Return {name: parameter} of what trains and is neither the adapter nor the model's own.
-
-    Beside an adapter, weights of the base model that train are among them.
-    """
+    """Return {name: parameter} of what trains beside the adapter, or beside the model's own."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if settings(model):
         return {name: p for name, p in trained.items() if ".lora." not in name}
@@ -324,7 +271,7 @@ def load_weights(model, folder: str):
     if settings(model):
         _load_adapter(model, folder)
     else:
-        saved, _ = read_model(str(folder), torch.float32, torch.device("cpu"), 0)
+        saved = from_pretrained(folder, model.config, torch.float32, "cpu", type(model))
         model.load_state_dict(saved.state_dict(), strict=False)  # not what was added
 
 
@@ -332,7 +279,6 @@ def _load_adapter(model, folder):
     path = Path(folder, TENSORS)
     with reading(path):
         saved = load_file(path)
-    check_finite(path, saved)
     needed = settings(model).tensors
     # PEFT names them so where it had loaded the model with its vision tower.
     saved = {name if name in needed else name.replace(".language_model.", ".", 1): tensor
@@ -343,26 +289,17 @@ def _load_adapter(model, folder):
             short = name.removeprefix("base_model.model.").removesuffix(".weight")
             raise UserError(f"{folder}: {short} is {stored}, the model needs {tuple(p.shape)}")
         p.data.copy_(saved.pop(name))
+        if not p.isfinite().all():
+            raise UserError(f"{path}: {name} has values that are not finite; the file is damaged")
     if saved:
         raise UserError(f"{folder}: {next(iter(saved))} has no place in this model")
 
 
-def check_finite(path, tensors: dict):
-    """Raise UserError if a value in the tensors that were read from `path` is not finite."""
-    for name, tensor in tensors.items():
-        # A sum is not finite where a value is not, and needs no memory.
-        if not tensor.sum(dtype=torch.float32).isfinite():
-            raise UserError(f"{path}: {name} has values that are not finite; the file is damaged")
-
-
 def read_settings(folder: str, entries: dict) -> dict:
-    """Return adapter_config.json. UserError names what is wrong or not understood here.
+    """Return adapter_config.json, of the kind of adapter that has these `Adapter.peft_entries`.
 
-    The entry "quantized_base" is added, from the file of tensors: how the base was stored that the
-    adapter was trained on, "" (as in its files), "nf4", "int8" (the head) or "nf4,int8".
-
-    Args:
-        entries: what the file says of this kind of adapter, `Adapter.peft_entries`.
+    The file of tensors adds the entry "quantized_base": the form of the base's weights in training,
+    "" (as in its files), "nf4", "int8" (the head) or "nf4,int8".
     """
     path = Path(folder, ADAPTER)
     config = read_json(path)
@@ -380,7 +317,7 @@ def read_settings(folder: str, entries: dict) -> dict:
 
 
 def _check_plain_lora(config, entries):
-    """Raise ValueError if this is anything but LoRA, or the kind with these entries, on Linears."""
+    """Raise ValueError if this is anything but LoRA, or the kind with these entries."""
     known = UNDERSTOOD | PLACES | entries.keys()
     odd = [key for key, value in config.items() if value and key not in known]
     init = config.get("init_lora_weights", True)
@@ -391,9 +328,6 @@ def _check_plain_lora(config, entries):
     if config.get("peft_type") != peft_type or config.get("bias", "none") != "none" or odd:
         raise ValueError("only plain LoRA is read here; merge others with PEFT (merge_and_unload); "
                          f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
-    names = config["target_modules"]
-    if not isinstance(names, str) and not all(isinstance(name, str) for name in names):
-        raise ValueError("target_modules must be a list of names, or a pattern")
     if type(config["r"]) is not int or not (config["r"] > 0 and config["lora_alpha"] > 0):
         raise ValueError("lora_alpha and r must be above 0, and r a whole number")
 
@@ -410,10 +344,7 @@ def adamw(model, *, lr: float, weight_decay: float = 0.0, beta2: float = 0.95):
 
 
 def steps_of(config, steps_per_epoch: float, default: int | None = None) -> int:
-    """Return --max_steps, else the steps of --num_epochs passes over the data, else `default`.
-
-    The last step is a whole one.
-    """
+    """Return --max_steps, else the steps of --num_epochs passes over the data, else `default`."""
     if config.max_steps is not None:
         return config.max_steps
     if config.num_epochs is None:
@@ -424,8 +355,7 @@ def steps_of(config, steps_per_epoch: float, default: int | None = None) -> int:
 def scheduled(peak: float, step: int, planned: int) -> float:
     """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
 
-    The warm-up lasts a tenth of the planned steps, at most WARMUP_STEPS. A run that is resumed with
-    a larger --max_steps than it was planned with continues at a tenth of the peak.
+    The warm-up lasts a tenth of the planned steps, at most WARMUP_STEPS.
     """
     warmup_steps = max(1, min(WARMUP_STEPS, planned // 10))
     warmup = min(1.0, (step + 1) / warmup_steps)

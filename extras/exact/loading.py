@@ -1,11 +1,12 @@
-"""Loading from checkpoints of ours: their files are whole, their base model and settings the same."""
+"""Loading from checkpoints of ours, if files are whole and the base and settings are the same."""
 import os
+import re
 import sys
 from functools import wraps
 from pathlib import Path
 
 from core.config import UserError
-from core.model import base_of, is_adapter, newest, read_settings
+from core.model import ADAPTER, base_of, is_adapter, newest, read_settings
 from extras.exact.checkpoint import check_base, read_state
 from lora import Adapter, target_names
 
@@ -19,9 +20,18 @@ def sealed(load_model):
             read_state(path)  # sizes and sha256
         if is_adapter(path):
             check_settings(path, **options)
+            check_place(path, base_of(path))
             check_base(path, base_of(path))
         return load_model(path, **options)
     return load
+
+
+def check_place(path, base: str):
+    """Refuse an adapter whose base model is named by what can be no folder or hub id."""
+    if not os.path.isdir(base) and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
+        place = Path(path).resolve() / ADAPTER
+        raise UserError(f"{place}: base_model_name_or_path {base}: no such folder; write the base "
+                        "model's folder or hub id there")
 
 
 def check_settings(path, *, lora_r=0, lora_alpha=None, lora_target_modules="all-linear",

@@ -2,6 +2,7 @@
 
     techniques.py       the settings of --memory, and the techniques of each
     reading.py          reads weights in the form in which they stay: the `read` of load_model
+    folders.py          ... from the hub, and what a folder may lack
     tensor_reader.py    ... one tensor of a file at a time
     adapter.py          adapters beside weights that hold none, or in host memory: its `kind`
     checkpointing.py    what runs again in the backward pass, and MLPs in tiles

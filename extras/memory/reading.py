@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from core.config import UserError
-from core.model import auto_class, from_pretrained, read_model
+from core.model import from_pretrained
 from core.tiny import make_tiny
 from extras.memory.checkpointing import layers_of
+from extras.memory.folders import auto_class, check_kind, read_complete
 from lora import ROUTERS
 
 
@@ -40,7 +40,7 @@ class Reader:
             model = skeleton(made.config, made.dtype if dtype == "auto" else dtype)
             fill(model, made.to(model.dtype).state_dict().__getitem__, device, self.chosen)
         else:
-            model, tokenizer = read_model(source, dtype, device, seed, self.read_weights)
+            model, tokenizer = read_complete(source, dtype, device, seed, self.read_weights)
         if self.quantized:
             from extras.memory.quantization import round_weights
             round_weights(model.to(device), self.quantized)
@@ -59,10 +59,10 @@ class Reader:
 
         # Its imports are of transformers' own ways of reading.
         from extras.memory.tensor_reader import check_stored, tensor_reader
-        refuse_quantized(folder, config)
+        check_kind(folder, config)
         check_stored(folder)
         if not self.is_sparing(device):
-            return from_pretrained(folder, config, dtype, device)
+            return from_pretrained(folder, config, dtype, device, auto_class(config))
         stored = real_dtype(config.dtype or torch.float32, device)
         model = skeleton(config, stored if dtype == "auto" else dtype)
         if device.type == "meta":
@@ -74,13 +74,6 @@ class Reader:
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         return model
-
-
-def refuse_quantized(folder, config):
-    """Raise UserError for a model whose config.json says that it is quantized."""
-    if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
-        raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
-                        "named in its adapter_config.json), and --load_in_4bit for 4 bits")
 
 
 def real_dtype(dtype, device):

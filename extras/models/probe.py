@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from core.config import UserError, first_line
 from core.engine import Engine, Row, StockForward, row_attention
 from core.logprobs import token_logprobs
-from core.model import check_finite, facts, settings
+from core.model import facts, settings
 from extras import has
 from extras.models.states import StateCache, keeps_states
 from lora import adapter_tensors, adapters
@@ -39,10 +39,34 @@ def probed(load_model):
     @wraps(load_model)
     def load(path: str, **options):
         model, tokenizer = load_model(path, **options)
+        check_added_tokens(model, tokenizer, path)
         if model.device.type != "meta":
             probe(model, facts(model).source)
         return model, tokenizer
     return load
+
+
+def check_added_tokens(model, tokenizer, path):
+    """Refuse a tokenizer with added tokens that have no embedding and may be written.
+
+    A special token that the template does not write needs none, such as Gemma 3's for images.
+    """
+    vocabulary = len(model.get_input_embeddings().weight)
+    written = str(tokenizer.chat_template)
+    for name in ("bos_token", "eos_token"):
+        written = written.replace(name, getattr(tokenizer, name) or "")
+    for i, token in tokenizer.added_tokens_decoder.items():
+        if i >= vocabulary and (not token.special or token.content in written):
+            raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
+                            "they belong to different models")
+
+
+def check_finite(path, tensors: dict):
+    """Raise UserError if a value in the tensors that were read from `path` is not finite."""
+    for name, tensor in tensors.items():
+        # A sum is not finite where a value is not, and needs no memory.
+        if not tensor.sum(dtype=torch.float32).isfinite():
+            raise UserError(f"{path}: {name} has values that are not finite; the file is damaged")
 
 
 def probe(model, source: str):

@@ -17,7 +17,7 @@ from core.logprobs import token_logprobs
 from extras.fast.loading import speed_up
 from extras.memory.techniques import FOUR_BIT, PLAIN, Techniques
 from core.model import facts
-from core.model import read_model
+from extras.memory.reading import Reader
 from extras.models.probe import probe
 from extras.memory.quantization import Int8Embedding, Int8Head, Linear4bit
 from core.tiny import make_tiny
@@ -159,7 +159,7 @@ def test_rope_whose_frequencies_change_with_the_length_is_sampled_up_to_there(fa
 def test_what_transformers_keeps_in_float32_stays_so_beside_4_bit_weights(family, tmp_path):
     """The bias of a router, rounded to bfloat16, would send tokens to other experts than those of the plain model."""
     save_text(family, tmp_path)
-    plain, quantized = (read_model(str(tmp_path), torch.bfloat16, torch.device("cpu"), chosen, 0)[0] for chosen in (PLAIN, FOUR_BIT))
+    plain, quantized = (Reader(chosen)(str(tmp_path), torch.bfloat16, torch.device("cpu"), 0)[0] for chosen in (PLAIN, FOUR_BIT))
     tensors = quantized.state_dict()
     exact = {name: p for name, p in plain.state_dict().items() if p.dtype == torch.float32}
     assert exact and all(torch.equal(tensors[name], p) for name, p in exact.items())

@@ -1,0 +1,86 @@
+"""Model folders as they are found: on the hub, incomplete, or with files of older forms.
+
+Transformers reads most of them. Here stands what it reads wrongly, or refuses in words that do not
+name the cause.
+"""
+import os
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+from core.config import UserError, first_line
+from core.data import read_json
+from core.model import HUB_ID, read_model
+
+# What is read of a model on the hub, beside its weights.
+TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def read_complete(source, dtype, device, seed, read_weights):
+    """Return what `read_model` does, of a folder or of the hub, if nothing is missing there."""
+    arguments = dtype, device, seed, read_weights
+    if os.path.isdir(source):
+        return read_folder(source, *arguments)
+    if not re.fullmatch(HUB_ID, source, re.ASCII):
+        return read_model(source, *arguments)
+    # On the meta device a model has shapes and no weights.
+    files = TEXTS if device.type == "meta" else [*TEXTS, "model*.safetensors"]
+    return read_from_hub(source, files, arguments)
+
+
+def read_from_hub(source, files, arguments):
+    """Read a model of the hub, from the files on this machine if all that is needed is there."""
+    from huggingface_hub import snapshot_download
+    try:
+        folder = snapshot_download(source, allow_patterns=files, local_files_only=True)
+        return read_folder(folder, *arguments)
+    except (OSError, UserError):
+        print(f"{source}: no such folder here; asking the hub for it")
+    with naming(source):
+        folder = snapshot_download(source, allow_patterns=files)
+    return read_folder(folder, *arguments)
+
+
+def read_folder(folder, dtype, device, seed, read_weights):
+    """Read the model and tokenizer in a folder, and look at what transformers does not."""
+    with naming(folder):
+        if not os.path.exists(Path(folder, "config.json")):
+            raise ValueError("no model (config.json) is there, nor a step that a run has saved")
+    model, tokenizer = read_model(folder, dtype, device, seed, read_weights)
+    if tokenizer.vocab_size < 10:  # special tokens alone
+        raise UserError(f"{folder}: no tokenizer could be read (tokenizer.json is missing; "
+                        "copy it from the base model)")
+    # Where a model with a vision tower had its template before chat_template.jinja.
+    path = Path(folder, "chat_template.json")
+    if not tokenizer.chat_template and path.exists():
+        tokenizer.chat_template = read_json(path).get("chat_template")
+    return model, tokenizer
+
+
+@contextmanager
+def naming(source):
+    """Inside the block every error becomes a UserError that names the source and the cause."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
+
+
+def check_kind(folder, config):
+    """Raise UserError for a model that is no decoder, or whose config.json says it is quantized."""
+    if config.is_encoder_decoder or "Classification" in str(config.architectures):
+        raise UserError(f"{folder}: {config.model_type} is an encoder-decoder or a classifier; "
+                        "only decoders are trained here")
+    if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
+        raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
+                        "named in its adapter_config.json), and --load_in_4bit for 4 bits")
+
+
+def auto_class(config):
+    """Return the class of transformers that makes a model of this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    # Some families are published only with a vision tower. On text they are plain decoders.
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    return AutoModelForCausalLM
