@@ -407,7 +407,8 @@ def train(config: Config) -> dict:
     run.begin()  # model and data have loaded: what is written from here on is this run's
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
-        model, tokenizer = load_model(teach_tiny(config, run, bool(tasks)), **options_for(load_model, config))
+        base = teach_tiny(config, run, bool(tasks))
+        model, tokenizer = load_model(base, **options_for(load_model, config))
     if tasks:  # no pairs were given: play them
         pairs = make_pairs([collect(model, tokenizer, tasks, config, run)], config)
     learned, held_out = split_pairs(pairs, config)

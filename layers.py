@@ -13,7 +13,7 @@ from envs.session import sessions
 from lora import load_model
 
 if Path(__file__).with_name("extras").is_dir():  # PyPI has a package "extras", too
-    from extras import (LayerFlags, Run, episode_bar, load_model, make_engine, rewards_of,  # noqa: F811
+    from extras import (LayerFlags, Run, episode_bar, load_model, make_engine, rewards_of,
                         sampler_of, sessions, terminal)
 
 __all__ = ["LayerFlags", "Run", "episode_bar", "load_model", "make_engine", "rewards_of",

@@ -343,7 +343,8 @@ def train(config: Config) -> dict:
     held_out = drop_seen(held_out, tasks_of(data))
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
-        model, tokenizer = load_model(teach_tiny(config, run, bool(tasks)), **options_for(load_model, config))
+        base = teach_tiny(config, run, bool(tasks))
+        model, tokenizer = load_model(base, **options_for(load_model, config))
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
                       beta2=0.999)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))

@@ -1,34 +1,28 @@
 """Optional layers over core/. Each name below is one of core's, with the same signature.
 
-    exact/     signals, locks, sealed checkpoints, bit-exact resume        -> Run, load_model
-    show/      notes, alarms, bars, report.html                            -> Run, episode_bar
-    ranks/     torchrun                                                    -> Run
-    isolate/   a thread and a time-out for each environment                -> sessions
-    fast/      fused decoding, CUDA graphs, settings of the processor      -> load_model, make_engine
-    memory/    --memory                                                    -> load_model, LayerFlags
-    models/    families beyond keys and values, the probe at load          -> load_model, make_engine
-    rewards/   --rewards                                                   -> rewards_of
-    vllm/      --sampler, --rollout_ahead                                  -> sampler_of
-    serve/     --serve, and a chat that shows turns as they come           -> terminal
-    adapters/, data/, sandbox/                                             fill tables of core and envs
+    exact/     signals, locks, sealed checkpoints, bit-exact resume    -> Run, load_model
+    show/      notes, alarms, bars, report.html                        -> Run, episode_bar
+    ranks/     torchrun                                                -> Run
+    isolate/   a thread and a time-out for each environment            -> sessions
+    fast/      fused decoding, CUDA graphs, settings of the processor  -> load_model, make_engine
+    memory/    --memory                                                -> load_model, LayerFlags
+    models/    families beyond keys and values, the probe at load      -> load_model, make_engine
+    rewards/   --rewards                                               -> rewards_of
+    vllm/      --sampler, --rollout_ahead                              -> sampler_of
+    serve/     --serve, and a chat that shows turns as they come       -> terminal
+    adapters/, data/, sandbox/                                         fill tables of core and envs
 
 Any folder can be deleted: core's own then takes its place.
 """
 from functools import partial
-from pathlib import Path
 
 from core.config import LayerFlags, episode_bar, terminal
 from core.engine import make_engine, sampler_of
 from core.run import Run
 from envs import rewards_of
 from envs.session import sessions
+from extras.presence import has
 from lora import load_model
-
-
-def has(layer: str) -> bool:
-    """True if the folder of this layer is there."""
-    return Path(__file__).with_name(layer).is_dir()
-
 
 # Layers of Run are subclasses of core's. Together they are one class, the first one outermost.
 runs = []

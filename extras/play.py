@@ -18,7 +18,7 @@ from envs.tasks import tasks_for
 from envs.tasks import EnvironmentFlags
 from core.config import UserError, flag, main, printable
 from core.tool_calls import parse_tool_calls
-from extras import has
+from extras.presence import has
 
 if has("isolate"):
     from extras.isolate import Session, Watch  # noqa: F811

@@ -8,7 +8,7 @@ from pathlib import Path
 import envs
 from core.config import UserError
 from envs.files import FOLDERS
-from extras import has
+from extras.presence import has
 
 
 class Imports(ModuleFinder):

@@ -1,4 +1,4 @@
-"""Loading from checkpoints of ours, if files are whole and the base and settings are the same."""
+"""Loading from our checkpoints: their files are whole, base model and settings the same."""
 import os
 import re
 import sys

@@ -185,7 +185,8 @@ class Run(core.run.Run):
         reason, path = printable(reason), self.folder / f"bad_step_{self.step}.json"
         if self.writes:
             rows = [t.to_json() for t in episodes]
-            write_whole(path, to_json({"step": self.step, "why": reason, "episodes": rows}, indent=1))
+            bad_step = {"step": self.step, "why": reason, "episodes": rows}
+            write_whole(path, to_json(bad_step, indent=1))
         say(f"step {self.step + 1}: {reason}: skipped; its episodes are in {path}")
         if self.bad >= BAD_UPDATES:
             raise Stop(f"step {self.step + 1}: {reason}: the third update in a row that is not "

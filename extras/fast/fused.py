@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from core.packing import FAMILIES
-from extras import has
+from extras.presence import has
 from extras.fast.attention import fast_row_attention
 from extras.fast.processor import give_back_memory
 from lora import adapted_forward, is_adapted, whole_policy

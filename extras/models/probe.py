@@ -20,7 +20,7 @@ from core.config import UserError, first_line
 from core.engine import Engine, Row, StockForward, row_attention
 from core.logprobs import token_logprobs
 from core.model import facts, settings
-from extras import has
+from extras.presence import has
 from extras.models.states import StateCache, keeps_states
 from lora import adapter_tensors, adapters
 

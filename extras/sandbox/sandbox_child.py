@@ -1,4 +1,4 @@
-"""The process that extras/sandbox/sandbox.py starts: it confines itself, runs a model's code, and reports.
+"""The process that sandbox.py starts: it confines itself, runs a model's code, and reports.
 
     python sandbox_child.py < job > report
 

@@ -18,7 +18,7 @@ LOCAL = ["127.0.0.1", "localhost"]  # what may be served without a token
 
 
 def terminal(config_class, command, agent):
-    """Return the Config and the command of `python agent.py`, given those of core and the module."""
+    """Return the Config and command of `python agent.py`, given those of core and the module."""
     # No other program reads it.
     from extras.serve.chat import extended
     return extended(config_class, agent)

@@ -1,4 +1,4 @@
-"""What `python agent.py` plays: the environment, tasks and limits of the run that wrote the model."""
+"""What `python agent.py` plays: environment, tasks and limits of the run that wrote the model."""
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,7 @@ def as_the_run(config):
 
 
 def run_folder(model_path: str) -> Path | None:
-    """Return the output folder of the run that wrote a model, given by itself or by a part of it."""
+    """Return the output folder of the run that wrote a model; its parts name it, too."""
     folder = Path(model_path).resolve()
     # Parts of an output folder are base/ and checkpoints/step_NNNNNN/.
     for place in (folder, *folder.parents[:2]):

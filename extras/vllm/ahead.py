@@ -10,7 +10,7 @@ from extras.background import in_thread, promised
 
 
 def collect_groups(play, tasks, config, step, run) -> list:
-    """Return what core's `collect_groups` returns, played while the step before was learned from."""
+    """Return what core's `collect_groups` does, played while the step before was learned from."""
     if not hasattr(run, "ahead"):
         collect = partial(core.data.collect_groups, tasks=tasks, config=config)
         run.ahead = Ahead(collect, play, run)
@@ -30,7 +30,7 @@ class Ahead:
         """
         Args:
             collect: `collect_groups` with tasks and config bound.
-            play: `rollout` with the rest bound; its engine is a `Servers` of extras/vllm/servers.py.
+            play: `rollout` with the rest bound; its engine is a `Servers` of servers.py.
         """
         self.collect, self.play, self.run = collect, play, run
         # This process's ranks, for another thread.

@@ -311,8 +311,8 @@ def check_server(servers: Servers, url: str, model, prompts, body: dict):
         f"{without:.2g} from those without the adapter")
     if not (gap < TOLERANCE or gap < without / 4):
         raise UserError(f"--sampler {url}: it plays another model than --model_path, or leaves the "
-                        "adapter out, or tells raw log-probabilities (start it with --logprobs-mode "
-                        f"processed_logprobs): they differ by {gap:.2g} nats from ours, where "
+                        "adapter out, or tells raw log-probabilities (start it with "
+                        f"--logprobs-mode processed_logprobs): they differ by {gap:.2g} nats from ours, where "
                         "bfloat16 explains 0.07")
 
 
