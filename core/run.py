@@ -37,7 +37,7 @@ SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 KEPT = 2  # checkpoints
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 STEP_NUMBERS = ("success", "reward", "entropy", "kl", "accuracy", "loss")
-HEADLINE = ("success", "reward", "loss", "pairs/loss")  # the numbers of an evaluation that tell most
+HEADLINE = ("success", "reward", "loss", "pairs/loss")  # of an evaluation
 
 
 class OneProcess:
