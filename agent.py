@@ -18,7 +18,7 @@ from pathlib import Path
 import envs
 from core.chat import Chat
 from core.config import UserError, flag, main, mix, printable
-from core.data import is_finite, pass_at_k, summarise, to_json, transcript
+from core.data import is_finite, pass_at_k, summarise, to_json
 from core.engine import Row
 from core.model import DTYPES, facts
 from core.tool_calls import parse_tool_calls
@@ -348,8 +348,13 @@ def next_turn(engine, row, player):
         engine.extend(row, player.next_ids, player.turn_budget)
 
 
-def rollout_options(config, run=None) -> dict:
-    """Return the arguments of `rollout` that a Config names, and the run."""
+def rollout_options(config, run=None, model=None) -> dict:
+    """Return the arguments of `rollout` that a Config names, and the run.
+
+    Raises UserError for a model that this process would have to decode and cannot.
+    """
+    if model and facts(model).refuses_engine and not config.sampler:
+        raise UserError(facts(model).refuses_engine)
     return {"limits": envs.limits_of(config), "temperature": getattr(config, "temperature", 1.0),
             "seed": config.seed, "env_options": envs.options_of(config),
             "engine": sampler_of(config, run), "pay": rewards_of(config), "run": run}
@@ -387,6 +392,8 @@ class Config(PlayFlags):
 
 def command(config: Config):
     """Play tasks, print some, and count; without --num_tasks play those that the user types."""
+    from envs.transcripts import transcript
+
     config = as_the_run(config)
     if config.output and Path(config.output).exists():
         raise UserError(f"--output {config.output}: there is a file of this name")
@@ -409,6 +416,8 @@ def command(config: Config):
 
 def chat(play, cls, tasks: list[dict]):
     """Play a task for every line that the user types, and print the episode. Ctrl-D ends."""
+    from envs.transcripts import transcript
+
     with suppress(EOFError):
         for number in count():
             text = input("Task (an empty line: one of the environment's): ")

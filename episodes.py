@@ -12,7 +12,8 @@ from itertools import combinations, takewhile
 
 from agent import Trajectory
 from core.config import UserError
-from envs.tasks import is_held_out, need, read_as, unseen
+from envs.task_files import is_held_out, need, read_as
+from envs.tasks import unseen
 from core.data import (is_finite, print_dropped, prompt_of, shift_and_scale, shuffled, to_json,
                        without_faults)
 

@@ -386,7 +386,7 @@ def train(config: Config) -> dict:
     model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
-    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
+    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run, model))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **play.keywords)
     collect = collect_groups
     if config.rollout_ahead:  # the next step's groups are played while this one is learned from

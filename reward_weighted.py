@@ -41,7 +41,8 @@ import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
 from core.data import collate
 from episodes import read_trajectories
-from envs.tasks import drop_seen, recorded_env, train_and_held_out
+from envs.tasks import drop_seen, train_and_held_out
+from envs.task_files import recorded_env
 from core.model import adamw, is_tiny, scheduled
 from core.logprobs import token_logprobs
 from lora import merged_to_train

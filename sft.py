@@ -40,8 +40,6 @@ from envs.tasks import tasks_of
 from core.logprobs import token_logprobs
 from core.model import adamw, is_tiny, scheduled, steps_of
 from envs.tasks import drop_seen, tasks_for, with_env
-from episodes import HELD_OUT, read_split, read_trajectories
-from schooling import play_expert
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,
@@ -105,6 +103,8 @@ def demonstrations(config, conversations, model, tokenizer):
         from extras.data.demonstrations import encoded
         learned, held_out = encoded(conversations, tokenizer, config)
     else:
+        from episodes import HELD_OUT
+        from schooling import play_expert
         play = partial(play_expert, config, tokenizer, noise=config.expert_noise,
                        limits=envs.limits_of(config))
         learned = play("train", config.max_samples)
@@ -124,6 +124,8 @@ def demonstrations(config, conversations, model, tokenizer):
 
 def read_recorded(config, model, tokenizer):
     """Return the episodes of --trajectories of at least --min_reward, and the held-out ones."""
+    from episodes import read_split, read_trajectories
+
     def read(path):
         episodes = read_trajectories(path, model, tokenizer)
         floor = -math.inf if config.min_reward is None else config.min_reward

@@ -20,7 +20,8 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from core.data import transcript, whole
+from envs.transcripts import transcript
+from core.data import whole
 from extras.show.notes import log_rows
 from core.config import UserError, printable, read_yaml, reading
 from core.run import CONFIG, EPISODES, write_whole  # noqa: E402

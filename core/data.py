@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from core.config import UserError, mix, printable, reading
+from core.config import UserError, mix, reading
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
 WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
@@ -267,35 +267,6 @@ def group_shares(batch, advantages):
 
 
 # ---------------------------------------------------------------------------------------- episodes
-def message_lines(messages: list[dict]) -> list[str]:
-    """Return messages as lines. Results follow their turn; those in a prompt have no reward."""
-    lines, calls = [], []
-    for message in messages:
-        if message["role"] == "tool":
-            is_read = calls and message.get("name") != ""
-            call = _call_text(calls.pop(0)) if is_read else "unreadable call"
-            lines.append(f"{call} -> {message['content']}   {round(message.get('reward', 0), 3):+}")
-            continue
-        calls = list(message.get("tool_calls") or [])
-        if message["content"]:
-            lines.append(f"{message['role'].capitalize()}: {message['content']}")
-    return [printable(line) for line in lines]
-
-
-def _call_text(call: dict) -> str:
-    """Return a tool call as Python would write it, add_terms(terms="1")."""
-    arguments = [f"{name}={json.dumps(value, ensure_ascii=False)}"
-                 for name, value in call["arguments"].items()]
-    return f"{call['name']}({', '.join(arguments)})"
-
-
-def transcript(episode: dict) -> str:
-    """Return the lines of an episode (a row of trajectories.jsonl), and how it ended."""
-    end = (f"[{episode.get('stop_reason')}; success {episode['info'].get('success')}; "
-           f"reward {episode['reward']:.2f}]")
-    return "\n".join([*message_lines(episode["messages"]), printable(end)])
-
-
 def is_finite(number) -> bool:
     """True for a number that arithmetic does not overflow, False for NaN and infinity."""
     return type(number) in (int, float) and -1e300 < number < 1e300

@@ -11,7 +11,7 @@
     options.py    reads --env_options, and the cells of a table of tasks
     calls.py      the tools of a class, and one call of one of them (loop.py: async ones;
                   steps.py: a step of Gymnasium)
-    session.py    one environment during an episode
+    session.py    one environment during an episode (transcripts.py: it as lines to read)
     play.py       python -m extras.play NAME: play one yourself
     check.py      python -m extras.check NAME: the test that each of them passes
 

@@ -1,4 +1,4 @@
-"""Tasks of a file: which rows are for an environment, and what its `reset` takes of each."""
+"""Rows of files: the tasks of an environment, what its `reset` takes of each, recorded episodes."""
 from collections import Counter
 from functools import cache
 
@@ -6,10 +6,8 @@ from tqdm import tqdm
 
 import envs
 from core.config import NO_BAR, UserError, reading
-from core.data import read_data, shuffled
-from envs.options import read_cells
-from envs.prompts import opening
-from envs.tasks import is_held_out, need
+from core.data import read_data, shuffled, split_of
+from envs.tasks import json_of
 
 needed = cache(envs.needed)  # a file may have a million rows
 
@@ -26,6 +24,7 @@ def tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list
                 continue
             if ".csv:" in place.lower():
                 # The cells of a table are text.
+                from envs.options import read_cells
                 row = read_cells(cls.reset, row)
             in_split = is_whole or is_held_out(row) == (split == "test")
             # Rows of the other split are checked as well.
@@ -73,5 +72,59 @@ def as_task(cls, row: dict) -> dict | None:
         need(task, *required, otherwise=hint)
         prompt = task.get("prompt", "")
         if not isinstance(prompt, str) or prompt[:1] == "[":
+            # An environment, which few rows need.
+            from envs.prompts import opening
             opening(cls.reset, task, "any question")
     return task
+
+
+# -------------------------------------------------------------------------------- rows of any file
+# What a row with such a column is, and how its file is given.
+ROW_KINDS = {
+    "token_ids": "a recorded episode is given with --trajectories",
+    "chosen": "a pair is given to dpo.py with --dataset",
+    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
+                    "a conversation is given to sft.py with --dataset"),
+}
+
+
+def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
+    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
+
+    A ValueError of `convert` becomes a UserError that names the place.
+    """
+    for place, row in read_data(data, fields, seed):
+        with reading(place):
+            item = convert(row, place)
+        yield item
+
+
+def need(row: dict, *fields: str, otherwise: str = ""):
+    """Raise ValueError if the row lacks one of the fields.
+
+    The message says how a row of another kind is given, or what is missing, and `otherwise`.
+    """
+    columns = ", ".join(row)
+    for name in fields:
+        if row.get(name) is None:
+            wanted = {None, *map(ROW_KINDS.get, fields)}
+            kinds = [kind for kind in map(ROW_KINDS.get, row) if kind not in wanted]
+            if kinds:
+                raise ValueError(f"{kinds[0]}; the row has: {columns}")
+            hint = otherwise and f"; {otherwise}"
+            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
+            raise ValueError(f"{wrong}; has: {columns}{hint}")
+
+
+def is_held_out(content) -> bool:
+    """True for a tenth of all contents, by their hash."""
+    return split_of(json_of(content)) == "test"
+
+
+def recorded_env(trajectories: str) -> str | None:
+    """Return the registered environments ("a,b") that recorded episodes are of, or None.
+
+    A data file never chooses which code runs: what is not in envs.ENVS is ignored.
+    """
+    named = read_as(trajectories, lambda row, _: str(dict(row.get("info", {})).get("env")))
+    return ",".join(sorted(envs.ENVS.keys() & named)) or None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import envs
 from core.config import UserError, auto, fill, flag, read_yaml, reading
-from core.data import finite, print_dropped, read_data, shuffled, split_of
+from core.data import finite, print_dropped, shuffled
 from core.run import CONFIG, algorithm_of
 
 needed = cache(envs.needed)  # a file may have a million rows
@@ -155,21 +155,13 @@ def with_env(config):
                         "give one; tasks to evaluate on are given with --tasks")
     env = config.env
     if not env and config.trajectories:
+        from envs.task_files import recorded_env
         env = recorded_env(config.trajectories)
     elif not env and not config.dataset:
         env = "equations"
     if config.tasks and not env:
         raise UserError(f"--tasks {config.tasks}: name their environment with --env")
     return replace(config, env=env)
-
-
-def recorded_env(trajectories: str) -> str | None:
-    """Return the registered environments ("a,b") that recorded episodes are of, or None.
-
-    A data file never chooses which code runs: what is not in envs.ENVS is ignored.
-    """
-    named = read_as(trajectories, lambda row, _: str(dict(row.get("info", {})).get("env")))
-    return ",".join(sorted(envs.ENVS.keys() & named)) or None
 
 
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
@@ -203,52 +195,9 @@ def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
     return train, drop_seen(held_out, train)
 
 
-# -------------------------------------------------------------------------------- rows of any file
-# What a row with such a column is, and how its file is given.
-ROW_KINDS = {
-    "token_ids": "a recorded episode is given with --trajectories",
-    "chosen": "a pair is given to dpo.py with --dataset",
-    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
-                    "a conversation is given to sft.py with --dataset"),
-}
-
-
-def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
-    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
-
-    A ValueError of `convert` becomes a UserError that names the place.
-    """
-    for place, row in read_data(data, fields, seed):
-        with reading(place):
-            item = convert(row, place)
-        yield item
-
-
-def need(row: dict, *fields: str, otherwise: str = ""):
-    """Raise ValueError if the row lacks one of the fields.
-
-    The message says how a row of another kind is given, or what is missing, and `otherwise`.
-    """
-    columns = ", ".join(row)
-    for name in fields:
-        if row.get(name) is None:
-            wanted = {None, *map(ROW_KINDS.get, fields)}
-            kinds = [kind for kind in map(ROW_KINDS.get, row) if kind not in wanted]
-            if kinds:
-                raise ValueError(f"{kinds[0]}; the row has: {columns}")
-            hint = otherwise and f"; {otherwise}"
-            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
-            raise ValueError(f"{wrong}; has: {columns}{hint}")
-
-
 def json_of(content) -> str:
     """Return the JSON by which two contents are compared."""
     return json.dumps(finite(content), sort_keys=True)
-
-
-def is_held_out(content) -> bool:
-    """True for a tenth of all contents, by their hash."""
-    return split_of(json_of(content)) == "test"
 
 
 def unseen(held_out: list, training: list, content) -> list:

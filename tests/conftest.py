@@ -33,8 +33,7 @@ def all_layers():
 def few_held_out():
     """A hundred demonstrations to evaluate take longer than the few steps of a test's run."""
     import episodes
-    import sft
-    episodes.HELD_OUT = sft.HELD_OUT = 8
+    episodes.HELD_OUT = 8
 
 
 @pytest.fixture(scope="module")

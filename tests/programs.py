@@ -74,7 +74,6 @@ def run(*words, **options):
 
 def _program(words, cwd, variables, folder):
     import episodes
-    import sft
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
@@ -84,5 +83,5 @@ def _program(words, cwd, variables, folder):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup pytest` ignores
     sys.argv = words
-    episodes.HELD_OUT = sft.HELD_OUT = 8  # as in conftest.py
+    episodes.HELD_OUT = 8  # as in conftest.py
     runpy.run_path(words[0], run_name="__main__")

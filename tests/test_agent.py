@@ -31,7 +31,8 @@ import envs
 from agent import Limits, Trajectory, evaluate, rollout
 from core.data import collate
 from envs.calls import shorten, shortened
-from core.data import pass_at_k, summarise, transcript, without_faults
+from core.data import pass_at_k, summarise, without_faults
+from envs.transcripts import transcript
 from extras.serve import chat as talk, settings
 from episodes import read_trajectories, trajectory_of
 from schooling import demonstrate

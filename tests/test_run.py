@@ -26,7 +26,7 @@ from core import run
 from core.run import load_optimizer, optimizer_tensors
 from extras.exact.checkpoint import newest_checkpoint, read_state
 from core.config import Stop, UserError, mix, parse
-from core.data import message_lines
+from envs.transcripts import message_lines
 from core.model import steps_of
 from core.run import LOGGED_EPISODES
 from layers import Run

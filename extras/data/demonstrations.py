@@ -14,7 +14,8 @@ from agent import Trajectory
 from core.chat import Chat
 from core.config import reading
 from envs.prompts import as_messages
-from envs.tasks import need, read_as, unseen
+from envs.task_files import need, read_as
+from envs.tasks import unseen
 from episodes import read_split
 from extras.data.recorded import recorded_ids
 

@@ -5,7 +5,7 @@ from tqdm import tqdm
 
 from core.config import NO_BAR, UserError
 from envs.prompts import as_messages
-from envs.tasks import need, read_as
+from envs.task_files import need, read_as
 from core.data import print_dropped
 from episodes import draw
 from extras.data.demonstrations import (Conversation, Encoder, count_control_tokens, prompt_in,

@@ -20,7 +20,8 @@ from pathlib import Path
 import envs
 from core.chat import Chat
 from core.config import Stop, UserError, flag, mix, printable
-from core.data import message_lines, pass_at_k, summarise, to_json, transcript
+from envs.transcripts import message_lines, transcript
+from core.data import pass_at_k, summarise, to_json
 from core.engine import Row
 from core.run import set_aside
 from envs.tasks import tasks_for

@@ -9,10 +9,11 @@ from html import escape
 from pathlib import Path
 
 from core.config import UserError, prepare_streams, reading
-from core.data import lines_of, read_json, transcript, whole
+from core.data import lines_of, read_json, whole
 from core.run import EPISODES, algorithm_of, headline, write_whole
 from envs.corpus import beginning
 from envs.tasks import config_of
+from envs.transcripts import transcript
 from extras.show.curves import curves, number
 from extras.show.notes import log_rows, wilson
 

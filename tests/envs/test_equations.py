@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import envs
-from envs.equations import Equations, EquationsHard
-from envs.terms import parse_side, parse_term, show
+from envs.equations import Equations, EquationsHard, parse_side, parse_term, show
 
 ENVIRONMENTS = [Equations, EquationsHard]
 STATE = ("left", "right", "factor", "solution", "best", "reward", "done", "solved", "_reward_parts")

@@ -15,7 +15,7 @@ from layers import rewards_of
 from envs.prompts import opening
 from envs.tasks import load_tasks, train_and_held_out
 from extras.exact.environments import sources
-from core.data import transcript
+from envs.transcripts import transcript
 from core.config import UserError
 from core.chat import Chat
 from core.tiny import make_tiny

@@ -19,7 +19,7 @@ import grpo
 import reward_weighted
 import sft
 from core.data import data_sources, read_data
-from envs.tasks import is_held_out
+from envs.task_files import is_held_out
 from envs.tasks import load_tasks
 from core.config import UserError, parse, read_yaml, reading
 from extras.data.tables import pinned

@@ -26,10 +26,11 @@ from extras.data.demonstrations import messages_in, read_dataset
 from schooling import demonstrate
 from episodes import read_split
 from extras.data.pairs import preference
-from envs.tasks import load_tasks, recorded_env
+from envs.tasks import load_tasks
+from envs.task_files import recorded_env
 from extras.isolate import Session, Watch
 from envs.prompts import as_messages
-from envs.tasks import is_held_out
+from envs.task_files import is_held_out
 from core.config import UserError
 from core.chat import Chat
 from extras.data.recorded import recorded_ids
@@ -52,7 +53,6 @@ FAMILIES = ["tiny", "hermes", "chatml", "thinking", "opens", "glm", "gptoss", "g
 @pytest.fixture(autouse=True)
 def all_held_out(monkeypatch):
     monkeypatch.setattr(episodes, "HELD_OUT", 100)
-    monkeypatch.setattr(sft, "HELD_OUT", 100)
 
 
 @pytest.fixture(scope="module")
@@ -472,7 +472,7 @@ def test_what_reads_data_knows_no_environment():
     code = "import sys, sft, dpo, reward_weighted, grpo; print([name for name in sys.modules if name.startswith('envs.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(sft.__file__).parent)
     # What judges answers and loads files is no environment.
-    assert set(eval(done.stdout)) <= {"envs.answers", "envs.calls", "envs.files", "envs.session", "envs.tasks"}, done.stderr
+    assert set(eval(done.stdout)) <= {"envs.answers", "envs.calls", "envs.files", "envs.session", "envs.task_files", "envs.tasks"}, done.stderr
 
 
 def test_beside_other_data_all_tasks_are_evaluated_on_but_those_that_were_learned(tokenizer, tmp_path):

@@ -524,8 +524,8 @@ def test_300_hostile_calls_leave_nothing():
 def test_the_child_dies_with_its_parent(tmp_path):
     code = f"""
 import sys, threading, time
-sys.path.insert(0, {str(CHILD.parent.parent)!r})
-from envs import sandbox
+sys.path.insert(0, {str(CHILD.parents[2])!r})
+from extras.sandbox import sandbox
 import subprocess
 real = subprocess.Popen
 def popen(*a, **k):

@@ -19,7 +19,8 @@ from agent import Limits, Trajectory
 from envs.equations import Equations
 from envs.gsm8k import GSM8K
 from episodes import read_trajectories
-from core.data import message_lines, to_json
+from envs.transcripts import message_lines
+from core.data import to_json
 from core.config import UserError, main
 from core.chat import Chat
 from core.engine import Engine, Row
