@@ -328,6 +328,9 @@ def _check_plain_lora(config, entries):
     if config.get("peft_type") != peft_type or config.get("bias", "none") != "none" or odd:
         raise ValueError("only plain LoRA is read here; merge others with PEFT (merge_and_unload); "
                          f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
+    names = config["target_modules"]
+    if not isinstance(names, str) and not all(isinstance(name, str) for name in names):
+        raise ValueError("target_modules must be a list of names, or a pattern")
     if type(config["r"]) is not int or not (config["r"] > 0 and config["lora_alpha"] > 0):
         raise ValueError("lora_alpha and r must be above 0, and r a whole number")
 
