@@ -376,7 +376,7 @@ def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, confi
     return old_logprobs, ref_logprobs
 
 
-def train(config: Config, collect_groups=collect_groups) -> dict:
+def train(config: Config) -> dict:
     """Sample groups of episodes, compare each with its group, update the policy, repeat."""
     config = settle(config)
     tasks, held_out = train_and_held_out(config, config.max_samples)
@@ -388,8 +388,9 @@ def train(config: Config, collect_groups=collect_groups) -> dict:
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run, model))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **play.keywords)
+    collect = collect_groups
     if config.rollout_ahead:  # the next step's groups are played while this one is learned from
-        from extras.vllm.ahead import collect_groups
+        from extras.vllm.ahead import collect_groups as collect
     total = steps_of(config, len(tasks) / config.tasks_per_step, DEFAULT_STEPS)
     with run:
         for step in range(run.load(model, tokenizer, optimizer, total), total):
@@ -400,7 +401,7 @@ def train(config: Config, collect_groups=collect_groups) -> dict:
             run.log(learning_rate=optimizer.param_groups[0]["lr"])
 
             # 1. Rollout: group_size episodes of each drawn task.
-            episodes = collect_groups(play, tasks, config, step, run)
+            episodes = collect(play, tasks, config, step, run)
             run.log_episodes(episodes)
             if unusable(episodes):
                 run.end_step(step)

@@ -17,10 +17,7 @@ UNPRINTABLE = re.compile(
 
 
 def check_installation():
-    """Exit with one line that says so on a system, Python or package that this does not run on.
-
-    A package that is missing says so itself where it is imported.
-    """
+    """Exit with one line if this system, Python or version of a package is not supported."""
     if os.name == "nt":
         sys.exit("native Windows is not supported; run this in WSL2")
     if sys.version_info < (3, 11):
@@ -46,25 +43,21 @@ warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
 
 def __getattr__(name: str):
-    """Return what users import from here: `from core import token_logprobs, save_model`.
-
-    Its modules import torch, so they are loaded when they are asked for.
-    """
+    """Import torch only for `from core import token_logprobs, save_model`."""
     if name == "token_logprobs":
-        from core.logprobs import token_logprobs as value
-    elif name == "save_model":
-        from core.model import save_model as value
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return value
+        from core.logprobs import token_logprobs
+        return token_logprobs
+    if name == "save_model":
+        from core.model import save_model
+        return save_model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # ------------------------------------------------------------------------------------------ errors
 def printable(text: str) -> str:
     r"""Return the text with control characters spelled out, the escape character as \x1b.
 
-    What data or a model wrote is printed so: a terminal obeys escape sequences, and OSC 52
-    overwrites the clipboard of the reader. Newlines and tabs stay.
+    A terminal obeys escape sequences: OSC 52 overwrites the clipboard of the reader.
     """
     return UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
 
@@ -90,8 +83,7 @@ class UserError(Printable, ValueError):
 class EnvironmentFault(Printable, RuntimeError):
     """The code of an environment raised, did not return, or broke the contract.
 
-    No model and no setting is to blame. Inside a rollout it ends one episode, and the run if it
-    happens too often.
+    Inside a rollout it ends one episode, and the run if it happens too often.
     """
 
     code = 6

@@ -77,8 +77,8 @@ def flag(default, help="", /, **properties):
 def auto(default, help="", **properties):
     """Declare a field whose default depends on the model or the environment.
 
-    It is None until `fill` gives it a value, at last `default`: that may be a function of the
-    config, of which the fields before it are filled, and whose docstring --help shows.
+    `default` may be a function of the config, whose earlier fields `fill` has filled by then.
+    --help shows its docstring.
     """
     return flag(None, help, default=default, auto=True, **properties)
 
@@ -86,8 +86,7 @@ def auto(default, help="", **properties):
 def fill(config, *tables):
     """Return a copy of the config in which every `auto` field has a value.
 
-    What the user said stays. A field that is still None gets the value of the first table that has
-    it, or else its stated default.
+    One that the user has not set gets the value of the first table that has it, or its default.
     """
     config = dataclasses.replace(config)
     for name, option in options(type(config)).items():

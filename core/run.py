@@ -24,12 +24,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from core.config import ONCE, UserError, convert, mix, options, printable, read_yaml, say
-from core.data import finite, read_json, reading, summarise, to_json, unusable
-
 import torch
 from safetensors.torch import load_file, save_file
 
+from core.config import ONCE, UserError, convert, mix, options, printable, say
+from core.data import finite, read_json, reading, summarise, to_json, unusable
 from core.model import checkpoints, load_weights, save_model
 
 CONFIG, EPISODES = "config.yaml", "trajectories.jsonl"
@@ -38,7 +37,7 @@ SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 KEPT = 2  # checkpoints
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
 STEP_NUMBERS = ("success", "reward", "entropy", "kl", "accuracy", "loss")
-HEADLINE = ("success", "reward", "loss", "pairs/loss")  # the numbers of an evaluation that tell most
+HEADLINE = ("success", "reward", "loss", "pairs/loss")  # of an evaluation
 
 
 class OneProcess:
@@ -68,7 +67,14 @@ class OneProcess:
 
     def total(self, metrics: list[dict]) -> dict:
         """Return the sums of some dicts of numbers, name by name, over all processes."""
-        return sums_of(self.gather(sums_of(metrics)))
+        sums = self.gather(self._sums(metrics))
+        return self._sums(sums)
+
+    def _sums(self, metrics):
+        sums = Counter()
+        for numbers in metrics:
+            sums.update({name: float(value) for name, value in numbers.items()})
+        return sums
 
     def all_reduce(self, model, metrics: list[dict]) -> dict:
         """Make p.grad the sum of all processes' gradients, and return the sums of the metrics."""
@@ -80,7 +86,6 @@ class Run:
 
     Attributes:
         finished: what result.json holds if a finished run is resumed, else None.
-        folder: the path of the output folder.
         checkpoint: the checkpoint that this run continues from, or None.
         ranks: the processes that share the work. Only the first one writes.
         values: {flag: value} of the config; max_steps becomes the number of steps.
@@ -89,8 +94,7 @@ class Run:
         line: the metrics of the present step.
         before, after: what an evaluation returned before the first step and after the last.
         rollout_seconds, rollout_tokens: of all that a step plays; `agent.rollout` adds to them.
-        played: the number of episodes so far.
-        kept: what sessions keep from one rollout to the next (envs/session.py).
+        played, kept: the number of episodes, and what sessions keep between rollouts.
         saved: the step of the newest checkpoint, or None.
         listeners: called with (step, metrics, timing) after each step.
         endings: called with the folder when the run has finished.
@@ -286,7 +290,7 @@ class Run:
         return {"seconds": seconds, "peak_memory_mb": peak_memory_mb()}
 
     def show_step(self, line: dict, seconds: float):
-        """Print some numbers of the step that has ended."""
+        """Print the main numbers of a step."""
         numbers = [f"{name} {line[name]:<6.3g}" for name in STEP_NUMBERS if name in line]
         say(f"step {self.step}/{self.total}  {'  '.join(numbers[:4])}  {seconds:.1f} s")
 
@@ -373,13 +377,6 @@ def algorithm_of(folder) -> str | None:
     return match and match[1].decode()
 
 
-def config_of(folder) -> dict:
-    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
-    if not algorithm_of(folder):
-        return {}
-    return {name: value for _, name, value in read_yaml(Path(folder, CONFIG))}
-
-
 def set_aside(path: Path) -> Path:
     """Rename a file or folder to PATH.1, or the next number that is free. Return the new path."""
     number = 1
@@ -423,14 +420,6 @@ def load_optimizer(optimizer, path):
 
 
 # ------------------------------------------------------------------------------------- numbers
-def sums_of(metrics: list[dict]) -> dict:
-    """Return the sums of some dicts of numbers, name by name."""
-    sums = Counter()
-    for numbers in metrics:
-        sums.update({name: float(value) for name, value in numbers.items()})
-    return sums
-
-
 def headline(metrics: dict) -> str:
     """Return an evaluation in a few words."""
     # What was not finite is null in a file.

@@ -3,11 +3,12 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
+from pathlib import Path
 
 import envs
-from core.config import UserError, auto, fill, flag, reading
+from core.config import UserError, auto, fill, flag, read_yaml, reading
 from core.data import finite, print_dropped, shuffled
-from core.run import config_of
+from core.run import CONFIG, algorithm_of
 
 needed = cache(envs.needed)  # a file may have a million rows
 
@@ -105,6 +106,13 @@ def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> 
     dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
     return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
                       envs.options_of(config), config.fields, holds_out)
+
+
+def config_of(folder) -> dict:
+    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
+    if not algorithm_of(folder):
+        return {}
+    return {name: value for _, name, value in read_yaml(Path(folder, CONFIG))}
 
 
 def as_the_run(config):

@@ -50,8 +50,8 @@ def program(tmp_path_factory):
         from core.config import flag
         from core.config import UserError
         from core.config import main
-        import extras.exact
         assert not {"torch", "yaml", "transformers", "safetensors"} & set(sys.modules)
+        import extras.exact
 
         @dataclass
         class Config:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from core.config import UserError, prepare_streams, reading
 from core.data import lines_of, read_json, whole
-from envs.transcripts import transcript
-from core.run import EPISODES, algorithm_of, config_of, headline, write_whole
+from core.run import EPISODES, algorithm_of, headline, write_whole
 from envs.corpus import beginning
+from envs.tasks import config_of
+from envs.transcripts import transcript
 from extras.show.curves import curves, number
 from extras.show.notes import log_rows, wilson
 
