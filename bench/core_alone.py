@@ -2,9 +2,9 @@
 
     python bench/core_alone.py --other c021997 --model_path .real/smollm2 --rounds 3
 
-Each variant is a copy of the tree. A step's cost is the difference between a run of four steps and one of one step, divided by
-three: processor seconds of the whole process, which other work on the machine changes less than the clock. The peak is that of
-the run of four steps. The last line is JSON.
+Each variant is a copy of the tree. A step's cost is the difference between a run of four steps and one of one step, divided
+by three: processor seconds of the whole process, which other work on the machine changes less than the clock. The peak is
+that of the run of four steps. The last line is JSON.
 """
 import argparse
 import json
