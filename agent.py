@@ -321,7 +321,7 @@ def play_all(engine, agents: dict, run=None):
 def play_turns(engine: EngineProtocol, agents: dict):
     """Play the episodes of the agents (row -> agent). Yield after every decode step."""
     waiting = {}  # row -> when its episode continues, in units of TOOL_STEPS decode steps
-    engine.add(agents)
+    engine.add(list(agents))
     while engine.busy or waiting:
         for row in engine.step() if engine.busy else []:
             agents[row].take_turn(row.turn, row.logprobs)

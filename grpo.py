@@ -71,8 +71,8 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
 
 # A credit function takes B episodes (`agent.Trajectory`: rewards of its turns, group_id, messages,
 # info) and the options of `group_advantages`. It returns the advantages of all turns in one tensor,
-# episode after episode. Turn k is the k-th assistant message after the prompt
-# (extras.rewards.trl.turns_of).
+# episode after episode. Turn k is the k-th assistant
+# message after the prompt.
 def episode_credit(episodes, **options):
     """Give all turns their episode's advantage: outcome supervision (2402.03300 section 4.1.2)."""
     totals = torch.tensor([math.fsum(t.rewards) for t in episodes])  # (B,)

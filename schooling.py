@@ -27,7 +27,7 @@ from core.logprobs import token_logprobs
 from core.tiny import TINY_SFT
 from envs import Limits
 from envs.tasks import drop_seen, tasks_for
-from layers import load_model, sessions
+from layers import load_model, rewards_of, sessions
 
 
 # ------------------------------------------------------------------------------- scripted experts
@@ -76,15 +76,17 @@ def play_expert(config, tokenizer, split: str, n: int, noise: float, limits: Lim
 
 # ---------------------------------------------------------------------------------- the tiny model
 def teach_tiny(config, run, plays=True) -> str:
-    """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
+    """Return the path of the model to start from: config.model_path, unless that is "tiny".
 
-    The folder is `base/` in the output folder, which the run's adapters point to, or where the
-    config names another model, that one. Of several processes the first one teaches.
+    The tiny model is made here and taught the tool format by a short SFT. It is written to base/ in
+    the output folder, and the run's adapters name that folder as their base model. Every rank calls
+    this function. The first one teaches, and the others wait.
 
     Args:
-        config, run: of the algorithm that starts from the tiny model. Every process takes part.
-        plays: False if the algorithm only evaluates on its tasks, which are then not taught.
+        config, run: of the algorithm that starts from the model.
+        plays: False if the algorithm only evaluates on its tasks. They are then not taught.
     """
+    rewards_of(config)  # refuses what --rewards cannot mean before anything takes time
     if config.model_path != "tiny":
         return config.model_path
     # Here, because errors in flags do not wait for transformers.

@@ -242,7 +242,7 @@ def without_too_long(trajectories: list, limits, or_raise: bool = True) -> list:
         print(f"{len(failed)} of {len(kept)} episodes ended by a fault of their environment; "
               f"the first: {failed[0]}")
     met = Counter(t.stop_reason for t in kept)
-    met["tool_timeout"] = sum(t.info["timeouts"] > 0 for t in kept)
+    met["tool_timeout"] = sum(t.info.get("timeouts", 0) > 0 for t in kept)
     for name in ("max_tool_calls", "max_tool_tokens", "tool_timeout"):
         if met[name] > 0.2 * len(kept):
             say_once(f"note: more than a fifth of the episodes played at once met {name} "
