@@ -99,7 +99,7 @@ def measure(point) -> dict:
         clock_of = SimpleNamespace(time=time.process_time, monotonic=time.process_time)
         run_module.time = agent.time = clock_of
     limits = agent.Limits(sizes["turns"], 64, 10**6, max_tool_calls=10**6, max_tool_tokens=10**6)
-    grpo.rollout_options = lambda config, run: {
+    grpo.rollout_options = lambda config, run, model: {
         "limits": limits, "temperature": config.temperature, "seed": config.seed, "run": run}
     began = peak_mib()
     with open(os.devnull, "w") as quiet, redirect_stdout(quiet), redirect_stderr(quiet):

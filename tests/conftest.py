@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # Tests of a layer share cases with those of core: a test module is found from every folder.
-sys.path += sorted(str(folder) for folder in Path(__file__).parent.rglob("[a-z]*") if folder.is_dir())
+sys.path += sorted(str(folder) for folder in Path(__file__).parent.rglob("[a-z]*") if any(folder.glob("test_*.py")))
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
