@@ -399,7 +399,6 @@ def train(config: Config) -> dict:
             for group in optimizer.param_groups:  # from the rate that it was made with
                 group["lr"] = scheduled(group["initial_lr"], step, run.planned)
             run.log(learning_rate=optimizer.param_groups[0]["lr"])
-
             # 1. Rollout: group_size episodes of each drawn task.
             episodes = collect(play, tasks, config, step, run)
             run.log_episodes(episodes)

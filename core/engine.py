@@ -56,8 +56,7 @@ class Row:
         group, seed, limit: as given; `extend` sets the limit of the next turn.
         pending: ids that are not in the cache yet, at first the prompt. `length` ids are in it.
         slot: the row's place in the cache, or None.
-        state: "waiting" for a slot, "prefill" (tokens that it did not sample are due), "decode", or
-            "ended" (its turn has).
+        state: "waiting" for a slot, "prefill" (ids of others are due), "decode", or turn "ended".
     """
 
     def __init__(self, prompt, *, group=None, seed: int = 0, limit: int = 128, forced=()):

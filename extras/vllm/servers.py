@@ -312,8 +312,8 @@ def check_server(servers: Servers, url: str, model, prompts, body: dict):
     if not (gap < TOLERANCE or gap < without / 4):
         raise UserError(f"--sampler {url}: it plays another model than --model_path, or leaves the "
                         "adapter out, or tells raw log-probabilities (start it with "
-                        f"--logprobs-mode processed_logprobs): they differ by {gap:.2g} nats from ours, where "
-                        "bfloat16 explains 0.07")
+                        f"--logprobs-mode processed_logprobs): they differ by {gap:.2g} nats from "
+                        "ours, where bfloat16 explains 0.07")
 
 
 @torch.no_grad()
