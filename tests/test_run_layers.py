@@ -97,3 +97,12 @@ def test_core_run_imports_nothing_above_core():
     tree = ast.parse(Path(core.run.__file__).read_text())
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name for name in names if name.split(".")[0] in ("extras", "envs", "lora", "agent", "layers")} == set()
+
+
+def test_a_model_that_core_alone_has_saved_is_loaded_with_the_layers(tmp_path):
+    """Core writes no checksum. There is nothing to verify, and nothing that refuses it."""
+    from extras.exact.checkpoint import is_sealed
+    (tmp_path / "state.json").write_text('{"step": 1, "planned": 2}')
+    assert not is_sealed(tmp_path) and not is_sealed(tmp_path / "nowhere")
+    (tmp_path / "state.json").write_text('{"step": 1, "planned": 2, "checksum": "0"}')
+    assert is_sealed(tmp_path)

@@ -62,6 +62,15 @@ def _own_state(checkpoint):
     return state
 
 
+def is_sealed(checkpoint) -> bool:
+    """True if a folder has a state.json to verify. Core alone writes one without a checksum."""
+    path = Path(checkpoint) / "state.json"
+    if not path.exists():
+        return False
+    state = read_json(path)
+    return "checksum" in state or "planned" not in state
+
+
 def read_state(checkpoint):
     """Return the content of state.json after verifying it and every file of the checkpoint.
 
@@ -152,8 +161,7 @@ def check_base(checkpoint, base):
         base: the folder or hub id of its base model, as it is now.
     """
     paths = _model_files(base)
-    is_ours = Path(checkpoint, "state.json").exists()
-    recorded = _own_state(checkpoint)["made_of"] if is_ours else {}
+    recorded = _own_state(checkpoint)["made_of"] if is_sealed(checkpoint) else {}
     for label in recorded:
         is_weights = label.startswith("base/") and label.endswith(("/config.json", ".safetensors"))
         # Of a hub model only some files may be on this machine.
