@@ -272,7 +272,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", ",".join(classes))
             if name not in classes:
-                raise UserError(f"a task names environment {name!r}, none of {env_name}")
+                known = ",".join(classes)
+                raise UserError(f"a task names environment {name!r}, which is none of {known}")
             session = new_session(name, classes[name], tasks[i])
             player = agent(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.

@@ -739,7 +739,7 @@ def test_data_never_chooses_which_code_runs(tmp_path):
     """A task's "env" is data: what the caller did not name is not loaded, be it registered or a file."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     for name in ("equations", f"{tmp_path / 'evil.py'}:Evil"):
-        with pytest.raises(UserError, match="a task names environment .*, none of box"):
+        with pytest.raises(UserError, match="a task names environment .*, which is none of box"):
             rollout(MODEL, TOKENIZER, "box", [{}, {"env": name}], limits=LONG)
     assert not (tmp_path / "ran").exists()
 

@@ -17,7 +17,7 @@ import layers
 from agent import evaluate, rollout
 from envs.tasks import load_tasks
 from extras.exact.environments import sources
-from core.config import UserError, convert, options
+from core.config import UserError, convert, fill, options
 from layers import Run
 from layers import load_model
 
@@ -93,15 +93,15 @@ def test_a_cell_runs_twice_with_a_class_as_its_environment(tiny, tmp_path):
 
 def test_lists_and_functions_stand_for_their_names_and_rows_for_a_data_set():
     cls = envs.load("equations")
-    config = grpo.Config(env=[cls, "gsm8k"], rewards=[test_the_name_of_a_class_is_one_that_finds_it], dataset=[{"prompt": "2 + 2?"}])
+    config = fill(grpo.Config(env=[cls, "gsm8k"], rewards=[test_the_name_of_a_class_is_one_that_finds_it], dataset=[{"prompt": "2 + 2?"}]))
     assert config.env == "envs.equations:Equations,gsm8k" and config.rewards == f"{__name__}:test_the_name_of_a_class_is_one_that_finds_it"
     assert config.dataset == '[{"prompt": "2 + 2?"}]'
-    assert grpo.Config(rewards={test_the_name_of_a_class_is_one_that_finds_it: 0.5, "exact": "veto"}).rewards == f"{config.rewards}=0.5,exact=veto"
+    assert fill(grpo.Config(rewards={test_the_name_of_a_class_is_one_that_finds_it: 0.5, "exact": "veto"})).rewards == f"{config.rewards}=0.5,exact=veto"
     for wrong in (cls(), {"a": cls}):
         with pytest.raises(UserError, match="^unknown environment .*; known: equations"):
             grpo.settle(grpo.Config(env=wrong))
     table = pytest.importorskip("datasets").Dataset.from_list([{"prompt": "2 + 2?"}])
-    assert grpo.Config(dataset=table).dataset == config.dataset
+    assert fill(grpo.Config(dataset=table)).dataset == config.dataset
 
 
 @pytest.mark.parametrize("function", [lambda completions, **columns: 0, partial(print), type("Judge", (), {"__call__": print})()])
@@ -113,12 +113,12 @@ def test_a_function_without_a_name_is_told_in_a_line(function):
 
 def test_numbers_of_a_sweep_and_dicts_of_options_become_what_a_flag_says(tmp_path):
     """YAML cannot hold NumPy's: the run died with a traceback as it wrote config.yaml."""
-    config = grpo.Config(learning_rate=np.logspace(-4, -2, 3)[1], seed=np.arange(3)[2], env="gsm8k", env_options={"tools": "calculator"},
-                         fields={"question": "problem", "answer": "solution"})
+    config = fill(grpo.Config(learning_rate=np.logspace(-4, -2, 3)[1], seed=np.arange(3)[2], env="gsm8k", env_options={"tools": "calculator"},
+                              fields={"question": "problem", "answer": "solution"}))
     book = Run(sft.Config(learning_rate="1e-4", output_dir=str(tmp_path)), "sft")
     assert book.config.learning_rate == 1e-4  # PyYAML reads 1e-4 as text
     assert type(config.learning_rate) is float and type(config.seed) is int and config.seed == 2
-    assert grpo.Config(env_options={"hard": False, "k": None, "signs": ["+", "-"]}).env_options == 'hard=false,k=null,signs=["+", "-"]'  # they were text, "False"
+    assert fill(grpo.Config(env_options={"hard": False, "k": None, "signs": ["+", "-"]})).env_options == 'hard=false,k=null,signs=["+", "-"]'  # they were text, "False"
     assert config.env_options == "tools=calculator" and config.fields == "question=problem,answer=solution"
 
 

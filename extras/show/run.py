@@ -111,8 +111,9 @@ class Run(core.run.Run):
     def show_result(self, next_program):
         print_table(self.before, self.after, self.total, self.seconds)
         print(f"written: {self.config.output_dir}")
-        # No command finds an environment of the program that was started.
-        if "main__:" not in str(getattr(self.config, "env", "")):
+        # No command finds an environment or a reward of the program that was started.
+        code = f"{getattr(self.config, 'env', '')} {getattr(self.config, 'rewards', '')}"
+        if "main__:" not in code:
             words = ["--num_tasks", "3"] if next_program == "agent.py" and self.config.env else []
             print(f"next:    {next_command(next_program, self.config, *words)}")
 
