@@ -98,7 +98,7 @@ def test_lists_and_functions_stand_for_their_names_and_rows_for_a_data_set():
     assert config.dataset == '[{"prompt": "2 + 2?"}]'
     assert fill(grpo.Config(rewards={test_the_name_of_a_class_is_one_that_finds_it: 0.5, "exact": "veto"})).rewards == f"{config.rewards}=0.5,exact=veto"
     for wrong in (cls(), {"a": cls}):
-        with pytest.raises(UserError, match="^unknown environment .*; known: equations"):
+        with pytest.raises(UserError, match="environment .*Equations"):
             grpo.settle(grpo.Config(env=wrong))
     table = pytest.importorskip("datasets").Dataset.from_list([{"prompt": "2 + 2?"}])
     assert fill(grpo.Config(dataset=table)).dataset == config.dataset
