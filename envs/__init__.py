@@ -12,8 +12,9 @@
     calls.py      the tools of a class, and one call of one of them (loop.py: async ones;
                   steps.py: a step of Gymnasium)
     session.py    one environment during an episode (transcripts.py: it as lines to read)
-    play.py       python -m extras.play NAME: play one yourself
-    check.py      python -m extras.check NAME: the test that each of them passes
+
+    python -m extras.play NAME     play an environment yourself
+    python -m extras.check NAME    run the test that every environment passes
 
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other

@@ -65,7 +65,7 @@ class Session:
         pays: False without get_reward(): `reward` then is the environment's own affair, as in TRL.
         reward: the running total as of the last call, as a plain float: what turns were paid.
         done: True once the environment has ended the episode.
-        timed_out: True once a call did not return in time. Without extras/isolate there is no time.
+        timed_out: True once a call did not return in time. Only extras/isolate has a time-out.
         member: what is called now, such as "reset()" or the name of a tool.
     """
 
@@ -88,7 +88,7 @@ class Session:
         return self._ask(self._start)
 
     def submit(self, calls: list[dict]):
-        """Take the tool calls of a turn. They may run from now on, one after another."""
+        """Take the tool calls of a turn. `results` runs them; extras/isolate starts them now."""
         self.calls = calls
         self.answers = []
 
