@@ -17,14 +17,14 @@ from pathlib import Path
 
 import envs
 from core.chat import Chat
-from core.config import UserError, flag, main, mix, printable
-from core.data import is_finite, pass_at_k, summarise, to_json
+from core.config import UserError, flag, main, mix
+from core.data import is_finite, pass_at_k, print_dropped, summarise, to_json
 from core.engine import EngineProtocol, Row
 from core.model import DTYPES, facts
 from core.tool_calls import parse_tool_calls
 from envs import Limits, load_environments
 from envs.calls import shortened
-from envs.session import EpisodeFault, Session, without_too_long
+from envs.session import EpisodeFault, Session
 from envs.tasks import PlayFlags, as_the_run, tasks_for
 from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
                     terminal)
@@ -251,7 +251,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     The group id of a task is "{step}-{first_task + index}": a second rollout of the same step needs
     another first_task. Group id, seed and sample seed an episode's random numbers. Episodes whose
     prompt reaches max_tokens are dropped; if a run's first rollout has no other, it raises
-    UserError. A fault ends its episode with "error", and many in a row raise EnvironmentFault.
+    UserError. A fault of an environment ends its episode with "error".
 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which.
@@ -262,7 +262,6 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
     """
     began = time.monotonic()
-    is_first = run is None or not (run.played or run.checkpoint)
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     agents, groups = {}, {}  # row -> who plays its episode; prompt -> the number of its group
@@ -283,30 +282,44 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
                        limit=player.turn_budget)] = player
         started = {row: player for row, player in agents.items() if player.can_take_turn}
         if started:
-            if run and is_first:
-                print(f"playing {len(started)} episodes: at most {limits.max_tokens} tokens each, "
-                      f"{limits.max_new_tokens} a turn")
             engine = engine or make_engine
             if callable(engine):
                 stop_ids = frozenset().union(*(chat.end_ids for chat in chats.values()))
                 slots = min(facts(model).decode_rows, len(started))
                 engine = engine(model, slots=slots, tokens=limits.max_tokens, stop_ids=stop_ids,
                                 temperature=temperature)
-            play_all(engine, started, run)
+            play_all(engine, started, limits, run)
             if pay:
                 pay(list(started.values()))
     trajectories = [player.trajectory for player in agents.values()]
+    is_first = run is None or not (run.played or run.checkpoint)
     if run:
         trajectories = list(chain(*run.ranks.gather(trajectories)))
         run.rollout_seconds += time.monotonic() - began
         run.rollout_tokens += sum(sum(t.loss_mask) for t in trajectories)
         run.played += len(trajectories)
-    return without_too_long(trajectories, limits, or_raise=is_first)
+    return playable(trajectories, limits.max_tokens, or_raise=is_first)
 
 
-def play_all(engine, agents: dict, run=None):
+def playable(trajectories: list[Trajectory], max_tokens: int, or_raise=True) -> list[Trajectory]:
+    """Return the episodes that could start, and print how many could not or met a fault."""
+    kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
+    if or_raise and trajectories and not kept:
+        shortest = min(len(t.token_ids) for t in trajectories)
+        raise UserError(f"environment {trajectories[0].info['env']}: the prompt has {shortest} "
+                        f"tokens, --max_tokens is {max_tokens}")
+    print_dropped(trajectories, kept,
+                  f"episodes dropped: the prompt alone reaches --max_tokens {max_tokens}")
+    faults = [t.info["error"] for t in kept if t.stop_reason == "error"]
+    if faults:
+        print(f"{len(faults)} of {len(kept)} episodes ended by a fault of their environment; "
+              f"the first: {faults[0]}")
+    return kept
+
+
+def play_all(engine, agents: dict, limits: Limits, run=None):
     """Play the episodes of the agents (row -> agent) to their ends. A signal to the run ends it."""
-    with episode_bar(agents) as show_progress:
+    with episode_bar(agents, limits, run) as show_progress:
         try:
             for _ in play_turns(engine, agents):
                 show_progress()
@@ -369,9 +382,9 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     Step -1 draws the same random numbers in every evaluation, and those of no training step. An
     episode that its environment broke counts as a failure.
     """
-    trajectories = []
-    if tasks:
-        trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
+    if not tasks:
+        return {}
+    trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
     # There are none if every prompt is too long.
     return summarise(trajectories) | pass_at_k(trajectories) if trajectories else {}
 
@@ -393,18 +406,17 @@ class Config(PlayFlags):
 
 
 def command(config: Config):
-    """Play tasks, print some, and count; without --num_tasks play those that the user types."""
+    """Play tasks, print some, and count; without --num_tasks chat. extras/serve overrides it."""
     from envs.transcripts import transcript
     config = as_the_run(config)
     if config.output and Path(config.output).exists():
         raise UserError(f"--output {config.output}: there is a file of this name")
     model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
-    if not config.env:
-        return chat_with_model(config, model, Chat(tokenizer, [], model.generation_config))
-    play = partial(rollout, model, tokenizer, config.env, **rollout_options(config))
-    tasks = tasks_for(config, config.split, config.num_tasks or 100)
-    if not config.num_tasks:
-        return chat(play, envs.load(config.env), tasks)
+    env_name = config.env or "envs.prompts:Prompts"
+    play = partial(rollout, model, tokenizer, env_name, **rollout_options(config))
+    if not (config.env and config.num_tasks):
+        return chat(play, envs.load(env_name))
+    tasks = tasks_for(config, config.split, config.num_tasks)
     # With step -1 the same seed gives the episodes of a run's evaluation.
     episodes = play(tasks, config.group_size, step=-1)
     for t in episodes[:8]:
@@ -415,36 +427,26 @@ def command(config: Config):
         Path(config.output).write_text("".join(to_json(vars(t)) for t in episodes), "utf-8")
 
 
-def chat(play, cls, tasks: list[dict]):
-    """Play a task for every line that the user types, and print the episode. Ctrl-D ends."""
+def chat(play, cls):
+    """Play an episode for every line that the user types. Ctrl-D ends.
+
+    Environments make a task of the line. Where it is a prompt, the conversation continues.
+    """
     from envs.transcripts import transcript
+    past = []  # messages
     with suppress(EOFError):
-        for number in count():
-            text = input("Task (an empty line: one of the environment's): ")
+        for step in count():
+            text = input("You: ")
             try:
-                task = cls._from_text(text) if text else tasks[number % len(tasks)]
-                print(transcript(play([task], step=number)[0].to_json()))
+                task = cls._from_text(text)
+                if "prompt" in task:
+                    task["prompt"] = [*past, {"role": "user", "content": text}]
+                [t] = play([task], step=step)
             except (ValueError, AttributeError) as error:
                 print(f"[{error}]")
-
-
-def chat_with_model(config: Config, model, chat: Chat):
-    """Hold a conversation with the model alone. An empty line or Ctrl-D ends."""
-    engine = make_engine(model, slots=1, tokens=config.max_tokens, stop_ids=chat.end_ids,
-                         temperature=config.temperature)
-    ids = []  # of the conversation
-    with suppress(EOFError):
-        while text := input("You: "):
-            question = [{"role": "user", "content": text}]
-            ids += chat.reply(text, ids[-1]) if ids else chat.prompt(question)
-            limit = min(config.max_new_tokens, config.max_tokens - len(ids))
-            row = Row(ids, seed=mix(config.seed, len(ids)), limit=limit)
-            engine.add([row])
-            while engine.busy:
-                engine.step()
-            engine.release(row)
-            ids += row.turn
-            print(f"Assistant: {printable(chat.text(row.turn))}")
+                continue
+            print(transcript({**t.to_json(), "messages": t.messages[len(past):]}))
+            past = t.messages if "prompt" in task else []
 
 
 if __name__ == "__main__":

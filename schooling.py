@@ -13,28 +13,37 @@ from dataclasses import replace
 from itertools import chain, count, islice
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import NO_BAR, mix
+from core.config import NO_BAR, UserError, mix
 
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 import envs
-from agent import Episode, Trajectory, ends_on_fault, load_environments
+from agent import Episode, Trajectory, ends_on_fault, playable
 from core.model import adamw, scheduled
 from core.data import batches_of_like_length, collate, without_faults
-from envs.session import without_too_long
 from core.logprobs import token_logprobs
 from core.tiny import TINY_SFT
-from envs import Limits
+from envs import Limits, load_environments
 from envs.tasks import drop_seen, tasks_for
-from layers import load_model, rewards_of, sessions
+from layers import load_model, rewards_of, sampler_of, sessions
 
 
 # ------------------------------------------------------------------------------- scripted experts
+def need_expert(env_names: str):
+    """Raise UserError if an environment has no scripted demonstrator. The tiny model needs one."""
+    for name in envs.names_of(env_names):
+        if not envs.all_have(name, "_expert"):
+            raise UserError(
+                f"environment {name!r} has no _expert(): nothing to learn its format from. Write "
+                "one (envs/template.py has an example), imitate recorded episodes with sft.py "
+                "--trajectories, or start from a real model: --model_path path/or/hub-id")
+
+
 def demonstrate(tokenizer, env_name: str, tasks: list[dict],
                 limits: Limits = Limits(), env_options: dict | None = None) -> list[Trajectory]:
     """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
-    envs.need_expert(env_name)
+    need_expert(env_name)
     classes, chats = load_environments(tokenizer, env_name, None, env_options)
     trajectories = []
     with sessions(limits) as new_session:
@@ -45,7 +54,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
             while episode.can_take_turn:
                 expert_turn(episode)
             trajectories.append(episode.trajectory)
-    return without_faults(without_too_long(trajectories, limits))
+    return without_faults(playable(trajectories, limits.max_tokens))
 
 
 @ends_on_fault
@@ -86,7 +95,9 @@ def teach_tiny(config, run, plays=True) -> str:
         config, run: of the algorithm that starts from the model.
         plays: False if the algorithm only evaluates on its tasks. They are then not taught.
     """
-    rewards_of(config)  # refuses what --rewards cannot mean before anything takes time
+    # These refuse what --rewards and --sampler cannot mean before anything takes time.
+    rewards_of(config)
+    sampler_of(config, run)
     if config.model_path != "tiny":
         return config.model_path
     # Here, because errors in flags do not wait for transformers.
@@ -101,7 +112,7 @@ def teach_tiny(config, run, plays=True) -> str:
 def _teach(config, base, plays):
     """Write the taught tiny model to the folder `base`, which gets its name when it is whole."""
     config = replace(config, env=config.env or "equations")
-    envs.need_expert(config.env)
+    need_expert(config.env)
     print(f"tiny model: made in {base}; {TINY_SFT['max_steps']} SFT steps on noisy demonstrations "
           "teach it the format")
     tasks = config.tasks if plays else None

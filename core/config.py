@@ -50,7 +50,7 @@ say_once = cache(say)
 
 
 @contextmanager
-def episode_bar(agents):
+def episode_bar(agents, limits, run=None):
     """Yield a function that a rollout calls after every decode step: extras/show draws a bar."""
     yield lambda: None
 

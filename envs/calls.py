@@ -12,15 +12,10 @@ from core.data import whole
 SHORTEST = 40  # characters of a result that are shown in any case
 # Parameters that no call in JSON can fill.
 STARRED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-# What a tool raises about the arguments that it was given.
-BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, AssertionError
 
 
 def tools(env) -> dict:
-    """Return what the model may call: the public methods of the class, by name.
-
-    They are bound to `env`, which is an instance or the class itself.
-    """
+    """Return what the model may call: the public methods of an instance or a class, by name."""
     cls = env if inspect.isclass(env) else type(env)
     return {name: getattr(env, name) for name, _ in inspect.getmembers(cls, inspect.isfunction)
             if not name.startswith("_") and name not in ("reset", "get_reward")}
@@ -49,7 +44,6 @@ def schemas(env) -> list[dict]:
     return out
 
 
-# -------------------------------------------------------------------------------------- arguments
 # From the type of a JSON value to that of a hint: conversions that lose nothing.
 LOSSLESS = {(int, float), (int, str), (float, str), (list, tuple)}
 
@@ -57,8 +51,8 @@ LOSSLESS = {(int, float), (int, str), (float, str), (list, tuple)}
 def fit(value, hint):
     """Return `value` as the type `hint`, or raise TypeError or ValueError.
 
-    Only conversions that lose nothing are made: those of LOSSLESS, 7.0 to 7, and the value of an
-    Enum's member to the member. Those of list[...] and dict[...] are made in each item.
+    Only conversions that lose nothing are made: those of LOSSLESS, 7.0 to 7, and an Enum's value to
+    its member. Those of list[...] and dict[...] are made in each item.
     """
     choices = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
@@ -134,12 +128,10 @@ def hint_name(hint) -> str:
     return hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", "")
 
 
-# ------------------------------------------------------------------------------------------ calls
 def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | None]:
-    """Run one tool call that the model asked for.
+    """Run one tool call. Return the text for the model, and the exception that it reports, or None.
 
-    Unknown tools, arguments that do not fit the signature and exceptions inside the tool are
-    answers to the model. Return the text for it, and the exception that the text reports, or None.
+    Unknown tools, arguments that do not fit and what the tool raises are answers to the model.
     """
     try:
         methods = tools(env)
@@ -161,10 +153,8 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
 
 
 def is_done(env) -> bool:
-    """True once the environment has ended the episode.
-
-    A tool may also be called `done`, and in a class that was written for TRL it may be a list.
-    """
+    """True once the environment has ended the episode."""
+    # A tool may also be called `done`, and in a class that was written for TRL it may be a list.
     done = getattr(env, "done", False)
     return not callable(done) and not isinstance(done, (list, dict, set, str)) and bool(done)
 
@@ -184,10 +174,9 @@ def awaited(result):
 
 
 def shortened(texts: list[str], most: int, tokens: int, encode) -> tuple[list[str], list[int]]:
-    """Return the results of a turn, shortened until `encode` makes few enough tokens of them.
+    """Return the results of a turn, each at most `most` characters long, and their token ids.
 
-    Each has at most `most` characters. Returns the texts and their ids, more than `tokens` only if
-    SHORTEST characters of each are.
+    They are shortened until `encode` makes at most `tokens` ids of them, or SHORTEST is reached.
     """
     # A token has about three characters. Numbers and Chinese have fewer.
     limit = min(most, 3 * tokens // max(len(texts), 1))

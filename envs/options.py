@@ -5,21 +5,20 @@ import re
 import typing
 from contextlib import suppress
 
-import envs
 from envs.calls import fit, hint_name, needed
 from core.config import UserError, nearest, reading
 
 
-def parse(text: str, env_names: str | None) -> dict:
+def parse(text: str, env_names: str | None, classes: list) -> dict:
     """Return "num_turns=3,tools=calculator" as {"num_turns": 3, "tools": "calculator"}.
 
-    The names are options that the environments declare, whose values are of the type in
+    The names are options that the classes of the environments declare, whose values are of the type in
     `option_types` or else of the default's, or arguments of `reset`, whose values are JSON or else
     text. Raises UserError.
     """
     types = {}
     takes_any = False
-    for cls in map(envs.load, envs.names_of(env_names)):
+    for cls in classes:
         arguments = inspect.signature(cls.reset).parameters
         # By convention **_ is thrown away, and **kwargs is read.
         takes_any |= any(p.kind is p.VAR_KEYWORD and p.name != "_" for p in arguments.values())

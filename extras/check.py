@@ -56,7 +56,7 @@ class Conformance:
         while not game.over:
             game.take_turn(*agent(game))
         # A tool that never works is no fault of the agents.
-        self.setup.faults.check()
+        self.setup.watch.check()
         return game
 
     @cache
@@ -226,7 +226,7 @@ class Conformance:
             except (UserError, EnvironmentFault) as error:
                 is_passed, reason = False, " ".join(str(error).split())
                 # The next check may call other tools.
-                self.setup.faults.broken = None
+                self.setup.watch.broken = None
             yield name, "pass" if is_passed else "FAIL", reason
 
 

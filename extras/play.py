@@ -10,18 +10,13 @@ import json
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import envs
 from envs.calls import shorten
-from envs.session import Faults, Session
-from envs.tasks import tasks_for
-from envs.tasks import EnvironmentFlags
-from core.config import UserError, flag, main, printable
+from envs.tasks import EnvironmentFlags, tasks_for
+from core.config import EnvironmentFault, UserError, flag, main, printable
 from core.tool_calls import parse_tool_calls
-from extras.presence import has
-
-if has("isolate"):
-    from extras.isolate import Session, Watch  # noqa: F811
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 
@@ -45,7 +40,10 @@ class Setup:
             raise UserError(f"--env {config.env}: one environment at a time")
         self.cls = envs.with_options(envs.load(config.env), envs.options_of(config))
         self.limits = envs.Limits(**envs.limits(config.env))
-        self.faults = Watch(self.limits.tool_timeout) if has("isolate") else Faults()
+        # Here, so that `main` says which layer is missing.
+        from extras.isolate import Session, Watch
+        self.watch = Watch(self.limits.tool_timeout)
+        self.session = partial(Session, self.watch, config.env, self.cls)
 
     def tasks(self, split: str, n: int) -> list[dict]:
         """Return at most n tasks."""
@@ -67,12 +65,14 @@ class Game:
 
     def __init__(self, setup: Setup, task: dict, earlier=None):
         self.limits = setup.limits
-        self.session = Session(setup.faults, setup.config.env, setup.cls, task)
+        self.session = setup.session(task)
         if earlier:
             self.session.env = earlier.session.env
-            # An isolated session makes its calls in this worker's thread.
-            self.session.worker = getattr(earlier.session, "worker", None)
+            # It makes its calls in this worker's thread.
+            self.session.worker = earlier.session.worker
         messages, self.turns_left = self.session.start()
+        if self.turns_left < 1:
+            raise EnvironmentFault(f"max_turns is {self.turns_left}, and must be at least 1")
         # A "prompt" may begin in the middle of a conversation.
         *first, question = [message["content"] for message in messages]
         self.system_prompt = "\n".join(first)

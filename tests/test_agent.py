@@ -1289,16 +1289,33 @@ def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_
     assert len(episodes) == 6 and out.count("[max_new_tokens; ") == 6 and re.search(r"^pass@2 +0$", out, re.M)
     with pytest.raises(UserError, match="there is a file of this name"):
         agent.command(config)
-    typed = iter(["2x = 4", "", "what"])
+    for env, lines in (("equations", ["2x = 4", "what"]), (None, ["one", "two", "three"])):
+        typed = iter(lines)
 
-    def answer(question):
-        for line in typed:
-            return line
-        raise EOFError
-    monkeypatch.setattr("builtins.input", answer)
-    agent.command(agent_program.Config(env="equations", max_new_tokens=4))
-    out = capsys.readouterr().out
-    assert "User: Solve for x: 2x = 4\n" in out and out.count("User: ") == 2 and "['what' is not an equation" in out
+        def answer(question):
+            for line in typed:
+                return line
+            raise EOFError
+        monkeypatch.setattr("builtins.input", answer)
+        agent.command(agent_program.Config(env=env, max_new_tokens=4))
+        out = capsys.readouterr().out
+        if env:
+            assert "User: Solve for x: 2x = 4\n" in out and out.count("User: ") == 1 and "['what' is not an equation" in out
+        else:  # a conversation, of which each line is shown once
+            assert re.findall("User: (.*)", out) == lines and out.count("[max_new_tokens; ") == 3
+
+
+def test_a_plain_chat_remembers_what_was_said(monkeypatch):
+    asked = []
+
+    def play(tasks, step):
+        asked.append(tasks[0]["prompt"])
+        t = Trajectory(messages=[*tasks[0]["prompt"], {"role": "assistant", "content": f"answer {step}"}], info={})
+        return [t]
+    lines = iter(["one", "two"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or raising(kind=EOFError))
+    agent.chat(play, envs.load("envs.prompts:Prompts"))
+    assert [[m["content"] for m in prompt] for prompt in asked] == [["one"], ["one", "answer 0", "two"]]
 
 
 def test_the_command_takes_what_the_run_played(tmp_path):

@@ -5,13 +5,13 @@
     verifiers_text.py      single-turn tasks of verifiers
     numbered.py            what the three share
 
-Importing this package fills envs.ADAPTERS. Environments that were written for TRL and clients of
+Importing this package fills envs.files.ADAPTERS. Environments that were written for TRL and clients of
 OpenEnv need no adapter: the contract of envs/ is theirs.
 """
 from contextlib import contextmanager
 
-import envs
 from core.config import UserError
+from envs.files import ADAPTERS
 
 
 @contextmanager
@@ -46,4 +46,4 @@ def verifiers(name: str) -> type:
     return make(name)
 
 
-envs.ADAPTERS.update(gymnasium=gymnasium, reasoning_gym=reasoning_gym, verifiers=verifiers)
+ADAPTERS.update(gymnasium=gymnasium, reasoning_gym=reasoning_gym, verifiers=verifiers)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import envs
 from core.config import UserError
-from envs.files import FOLDERS
+from envs.files import FOLDERS, LIBRARY
 from extras.presence import has
 
 
@@ -32,7 +32,7 @@ def sources(config) -> list[str]:
     for module_name in modules:
         # A class of a notebook has no file.
         if path := getattr(sys.modules[module_name], "__file__", None):
-            finder = Imports([os.path.dirname(path)], excludes=envs.LIBRARY)
+            finder = Imports([os.path.dirname(path)], excludes=LIBRARY)
             # The content of an environment may be a data file beside it.
             content = Path(path).with_suffix(".json")
             if content.exists():

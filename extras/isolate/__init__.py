@@ -6,14 +6,23 @@ every method made in a thread: what the model reads and what is paid is the same
 The code of an environment is not ours. It may raise, exit, or never return. Whatever it does ends
 at most its own episode, until it happens so often that the environment must be broken:
 
+    ten faults in a row             the run ends. A fault is what a tool raises, too, unless it is a
+                                    ValueError or the like (BY_ARGUMENTS), so return what a wrong
+                                    path or query leads to as text
     a call that does not return     its thread is left behind; a tool's answer is an error text, and
                                     any other call ends its episode. Nine in a rollout end that
     one that holds Python's lock    the process ends with a traceback that names the tool
     tools that replace sys.stdout   the run ends, because their results may be mixed up
     a signal during a slow call     it is handled at once (`run.check`)
 
+All calls of an episode, the constructor's too, come from one thread. Async ones run in a loop, and
+thread, that all episodes share. Episodes overlap: what one changes of the process, such as
+sys.stdout, the others meet. The policy decodes while tools run, so a tool asks a model of its own,
+in one thread at a time, or a server; `_reply` and --rewards may ask the policy, because nothing
+decodes meanwhile.
+
 An instance that holds something with a close(), such as a client, is kept and reset for a later
-episode. Without this layer every episode makes its own.
+episode, as TRL does with all. Without this layer every episode makes its own.
 """
 import faulthandler
 import io
@@ -22,18 +31,21 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent import futures
 from contextlib import contextmanager
 from functools import partial
 
 import envs.session
-from core.config import EnvironmentFault
+from core.config import EnvironmentFault, UserError
 from envs.calls import message_of
 from envs.session import EpisodeFault
 
+MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 HANG_SECONDS = 30  # beyond the time-out in which no thread ran: a call holds Python's lock
+# What a tool raises about the arguments that it was given.
+BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, AssertionError
 MIXED = ("tools replaced sys.stdout (contextlib.redirect_stdout?) while those of other episodes "
          "ran, in threads of the same process, so that their results are mixed up; hold a "
          "threading.Lock of the module meanwhile, or run such code in a process of its own")
@@ -51,7 +63,7 @@ def sessions(limits, run=None):
     watch.check()
 
 
-class Watch(envs.session.Faults):
+class Watch:
     """What the sessions of a rollout share: the time-out, the count of faults, and a timer.
 
     A call that never releases the interpreter's lock, such as a catastrophic regular expression,
@@ -61,16 +73,32 @@ class Watch(envs.session.Faults):
     """
 
     def __init__(self, timeout: float, run=None):
-        super().__init__(run)
         self.timeout = timeout
         self.run = run
         self.is_open = None  # until it is entered, which /solve never does; afterwards False
         self.running = set()  # the sessions that are in a call now
         self.lock = threading.Lock()
-        # Name -> workers whose environments wait for their next episode.
-        kept = run.kept if run else {}
-        self.idle = kept.setdefault("idle", defaultdict(list))
         self.abandoned = []  # the calls that did not return in time
+        self.broken = None  # why no result can be relied on, in words
+        # Of all rollouts of a run: faults in a row by kind of call, and by the name of an
+        # environment the workers whose instances wait for their next episode.
+        kept = run.kept if run else {}
+        self.faults = kept.setdefault("faults", Counter())
+        self.idle = kept.setdefault("idle", defaultdict(list))
+
+    def count(self, kind, fault: str | None):
+        """Count that a call of this kind met a fault, or none."""
+        self.faults[kind] = self.faults[kind] + 1 if fault else 0
+        if self.faults[kind] >= MAX_FAULTS:
+            self.broken = (
+                f"{MAX_FAULTS} faults in a row: the environment is broken, and the model cannot "
+                "help it; what is the model's fault a tool returns as text, or raises as "
+                f"ValueError; the last: {fault}")
+
+    def check(self):
+        """Raise EnvironmentFault if the environment is broken."""
+        if self.broken:
+            raise EnvironmentFault(self.broken)
 
     def __enter__(self):
         self.is_open = True
@@ -133,7 +161,7 @@ class Session(envs.session.Session):
     """
 
     def __init__(self, watch: Watch, name: str, cls: type, task: dict):
-        super().__init__(watch, name, cls, task)
+        super().__init__(name, cls, task)
         self.watch = watch
         # A server begins its episodes in several threads.
         with watch.lock:
@@ -142,10 +170,15 @@ class Session(envs.session.Session):
         self.env = self.worker.env
         weakref.finalize(self, keep, self.worker, idle)
 
+    def start(self):
+        first = super().start()
+        self.worker.env = self.env
+        return first
+
     def submit(self, calls):
         super().submit(calls)
         if not self.timed_out:
-            self._begin(self._play)
+            self._begin(Session._play)
 
     def results(self):
         if self.timed_out:
@@ -163,8 +196,22 @@ class Session(envs.session.Session):
     def score(self):
         return (self.reward, {}, False) if self.timed_out else super().score()
 
-    def _ask(self, function, *arguments):
-        self._begin(function, *arguments)
+    def _read_answers(self) -> list[tuple[str, bool, float]]:
+        """Return the results of the calls that have ended, and count the faults in them."""
+        # Errors have tracebacks, whose frames hold the session: it must not hold them.
+        results, answers, self.answers = [], list(self.answers), []
+        for call, (text, error, gain) in zip(self.calls, answers):
+            results.append((text, error is not None, gain))
+            # Other exceptions are not explained by the arguments: no network, a typo in the tool.
+            # Nor are some ValueErrors: the sandbox does not start, signals need the main thread.
+            if (isinstance(error, UserError) or "main thread" in str(error)
+                    or not isinstance(error, BY_ARGUMENTS)):
+                fault = error and f"{self.place(call['name'])} raised {message_of(error)}"
+                self.watch.count((self.name, call["name"]), fault)
+        return results
+
+    def _ask(self, method, *arguments):
+        self._begin(method, *arguments)
         self._wait()
         self._check()
         return self.outcome.result()
@@ -175,22 +222,17 @@ class Session(envs.session.Session):
         super()._enter(member)
         self.began = time.monotonic()
 
-    def _start(self):
-        messages, max_turns = super()._start()
-        if not self.timed_out:
-            self.worker.env = self.env
-        return messages, max_turns
-
     # --------------------------------------------------------------------------- around the thread
-    def _begin(self, function, *arguments):
-        """Start the function in the thread."""
-        self.phase = function.__name__
+    def _begin(self, method, *arguments):
+        """Start the method in the thread."""
+        # No tool has such a name.
+        self.phase = method.__qualname__
         self.began = time.monotonic()
         outcome = self.outcome = futures.Future()
 
         def run():
             try:
-                outcome.set_result(function(*arguments))
+                outcome.set_result(method(self, *arguments))
             # KeyboardInterrupt too: signals come to the main thread, the environment raised it.
             except BaseException as error:
                 # Its traceback would hold the session.

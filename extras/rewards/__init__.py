@@ -26,6 +26,7 @@ from itertools import groupby
 import envs
 from envs.answers import alternatives, normalized, spaced
 from envs.calls import awaited, message_of, needed
+from envs.files import module_at
 from extras.rewards.trl import as_trl, is_of_trl, turns_of
 from core.config import UserError, nearest, reading, say_once
 from core.data import is_finite
@@ -147,7 +148,7 @@ BUILT_IN = {"environment": environment, "exact": exact, "format": well_formed,
 # -------------------------------------------------------------------------------- what is asked for
 def rewards_of(config):
     """Override envs.rewards_of: return what --rewards names, or None if environments pay alone."""
-    if config.rewards or not envs.pay_alone(config.env):
+    if config.rewards or not envs.all_have(config.env, "get_reward"):
         return load(config)
 
 
@@ -184,7 +185,7 @@ def _function(target: str):
     if not colon:
         known = f"known: {', '.join(BUILT_IN)}, or give path/to/file.py:function"
         raise UserError(f"--rewards {target}: {nearest(target, BUILT_IN, otherwise=known)}")
-    function = getattr(envs.module_at(place, f"--rewards {target}"), name, None)
+    function = getattr(module_at(place, f"--rewards {target}"), name, None)
     if not callable(function):
         raise UserError(f"--rewards {target}: {place} has no function {name}; a lambda or an "
                         "object is found by the name that a file gives it: path/to/file.py:name")

@@ -1,10 +1,11 @@
-"""The progress bar of episodes, and durations in words. Only a terminal gets a bar."""
+"""What is shown of episodes that are played: a bar, which only a terminal gets, and notes."""
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 
 from tqdm import tqdm
 
-from core.config import NO_BAR
+from core.config import NO_BAR, say_once
 
 
 def duration(seconds):
@@ -15,17 +16,31 @@ def duration(seconds):
 
 
 @contextmanager
-def episode_bar(agents):
-    """Override core.config.episode_bar: show a bar of these episodes (row -> agent)."""
-    with EpisodeBar(agents) as bar:
+def episode_bar(agents, limits, run=None):
+    """Override core.config.episode_bar: show a bar of these episodes (row -> agent), and notes."""
+    if run and not (run.played or run.checkpoint):
+        print(f"playing {len(agents)} episodes: at most {limits.max_tokens} tokens each, "
+              f"{limits.max_new_tokens} a turn")
+    with EpisodeBar(agents, limits) as bar:
         yield partial(bar.update, 0)
+    note_limits([agent.trajectory for agent in agents.values()], limits)
+
+
+def note_limits(trajectories: list, limits):
+    """Print a note on a limit that is no flag (`envs.Limits`) and that more than a fifth met."""
+    met = Counter(t.stop_reason for t in trajectories)
+    met["tool_timeout"] = sum(t.info.get("timeouts", 0) > 0 for t in trajectories)
+    for name in ("max_tool_calls", "max_tool_tokens", "tool_timeout"):
+        if met[name] > 0.2 * len(trajectories):
+            say_once(f"note: more than a fifth of the episodes played at once met {name} "
+                     f"{getattr(limits, name)}; the environment may state more in its `limits`")
 
 
 class EpisodeBar(tqdm):
     """A bar of episodes (row -> Episode): how many have ended, tokens sampled, time left."""
 
-    def __init__(self, episodes):
-        self.episodes = episodes
+    def __init__(self, episodes, limits):
+        self.episodes, self.limits = episodes, limits
         super().__init__(total=len(episodes), desc="episodes", disable=NO_BAR, leave=False,
                          dynamic_ncols=True, mininterval=0.5, miniters=0, bar_format=(
                              "{desc}: {n_fmt}/{total_fmt}|{bar}| {tokens:,} tokens{eta}"))
@@ -40,8 +55,8 @@ class EpisodeBar(tqdm):
             ended += bool(t.stop_reason)
             is_taken = t.stop_reason or episode.calling
             tokens += sum(t.loss_mask) + (0 if is_taken else len(row.turn))
-            limits = episode.limits
-            at_most += min(limits.max_tokens, episode.max_turns * limits.max_new_tokens)
+            turns = episode.max_turns * self.limits.max_new_tokens
+            at_most += min(self.limits.max_tokens, turns)
         # Tokens per end estimate the mean length: what is not finished counts with what it has.
         expected = min(len(self.episodes) * tokens / ended, at_most) if ended else at_most
         left = values["elapsed"] * (expected - tokens) / max(tokens, 1)

@@ -16,7 +16,8 @@ from core.data import draw_tasks
 from envs.tasks import drop_seen, load_tasks
 import envs
 from envs.calls import awaited, fit, needed
-from agent import load_environments
+from envs import load_environments
+from schooling import need_expert
 from extras.exact.environments import sources
 from extras.background import in_thread
 from core.config import UserError
@@ -442,9 +443,9 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
 
 def test_an_expert_is_asked_for_at_once(tmp_path):
     (tmp_path / "my.py").write_text(CONTRACT)
-    envs.need_expert("equations,gsm8k,meetings")
+    need_expert("equations,gsm8k,meetings")
     with pytest.raises(UserError, match=r"has no _expert\(\).*--model_path"):
-        envs.need_expert(f"equations,{tmp_path / 'my.py'}:Environment")
+        need_expert(f"equations,{tmp_path / 'my.py'}:Environment")
 
 
 # ------------------------------------------------------------------------------------------------------------------ tools

@@ -13,6 +13,7 @@ from extras import check
 from extras.check import Conformance
 from extras.play import Config, Game, Setup
 from schooling import demonstrate
+from envs.files import ADAPTERS
 from envs.tasks import load_tasks
 from core.config import EnvironmentFault, UserError
 from core.tiny import make_tiny
@@ -34,7 +35,7 @@ def told(env, env_options=None):
     return {name: (verdict, reason) for name, verdict, reason in Conformance(this).verdicts()}
 
 
-@pytest.mark.parametrize("package", envs.ADAPTERS)
+@pytest.mark.parametrize("package", ADAPTERS)
 def test_without_the_package_one_line_says_how_to_install_it(package, monkeypatch):
     monkeypatch.delitem(sys.modules, f"extras.adapters.{package}_text", raising=False)
     for module in [name for name in sys.modules if name.split(".")[0] == package]:

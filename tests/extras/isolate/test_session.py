@@ -523,11 +523,11 @@ def test_a_plain_session_needs_no_thread_and_names_what_failed():
     assert threading.active_count() == before and Shop.threads == [{threading.get_ident()}]
 
 
-def test_ten_faults_in_a_row_end_a_rollout_of_plain_sessions_too():
-    run = SimpleNamespace(kept={})
+def test_ten_faults_in_a_row_end_a_run():
+    run = SimpleNamespace(kept={}, check=lambda: None)
     for _ in range(2):
         with pytest.raises(EnvironmentFault, match="10 faults in a row.*reset.. on task .* raised ZeroDivisionError") if _ else contextlib.nullcontext():
-            with envs.session.sessions(Limits(), run) as new_session:
+            with isolate.sessions(Limits(), run) as new_session:
                 for _ in range(5):
                     with pytest.raises(envs.session.EpisodeFault):
                         new_session("fails", type("Fails", (), {"reset": lambda self: 1 / 0}), {}).start()

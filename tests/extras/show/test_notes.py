@@ -88,14 +88,14 @@ def test_the_bar_counts_the_tokens_that_were_sampled_and_bounds_what_is_left(mon
     limits = SimpleNamespace(max_tokens=1000, max_new_tokens=100)
 
     def episode(mask, reason="", calling=False):
-        return SimpleNamespace(trajectory=SimpleNamespace(loss_mask=mask, stop_reason=reason), calling=calling, limits=limits, max_turns=4)
+        return SimpleNamespace(trajectory=SimpleNamespace(loss_mask=mask, stop_reason=reason), calling=calling, max_turns=4)
 
     def row(n):
         return SimpleNamespace(turn=[1] * n)
 
     rows = [row(7), row(5), row(3), row(0)]
     episodes = [episode([0, 1]), episode([0] + [1] * 5, calling=True), episode([0] + [1] * 3), episode([0])]
-    with bars.EpisodeBar(dict(zip(map(Key, rows), episodes))) as bar:
+    with bars.EpisodeBar(dict(zip(map(Key, rows), episodes)), limits) as bar:
         values = bar.format_dict
         assert (values["n"], values["tokens"]) == (0, 8 + 5 + 6) and "at most" in values["eta"]
         episodes[2].trajectory.stop_reason = "done"  # its row keeps its last turn
