@@ -6,28 +6,22 @@ The model stays the stock transformers model. Each adapted Linear gets one objec
 and computes its output with it. Another adapter (DoRA, tests/core/test_dora.py) is a subclass of
 `Adapter`, given to `load_model` as `kind`.
 
-    python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER [--dtype bfloat16]
-
-writes a plain model folder, in the dtype of the stored base: --dtype as in the run gives the
-weights that it trained with.
+    python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER    writes a plain model: merge.py
 """
-import argparse
 import math
 import os
-import shutil
-import sys
-import tempfile
+import runpy
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from core.config import UserError, prepare_streams  # before torch: sets how its threads wait
+from core.config import UserError  # before torch: sets how its threads wait
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from core.logprobs import Cast, add_update, column_noise, dithered
+from core.logprobs import dithered
 from core.model import (ADAPTER, DTYPES, Facts, Settings, adopt_tokenizer, base_of, facts,
                         is_adapter, load_weights, newest, read_model, read_settings,
                         read_tokenizer, settings, switch_dropout_off)
@@ -75,7 +69,11 @@ class Adapter(nn.Module):
     def forward(self, linear, x, output):
         """Return y for x (..., in) and W x. The Linear itself is for subclasses such as DoRA."""
         x = F.dropout(x, self.dropout, training=self.training)
-        return add_update(x, output, *self.factors(x), self.scale, column_noise(output))
+        return self.add(x, output, *self.factors(x))
+
+    def add(self, x, output, A, B):
+        """Return output + scale B A x, (..., out)."""
+        return output + F.linear(F.linear(x, A), B) * self.scale
 
     def give_gradients(self, linear, x, output):
         """Return `output`, which a merged weight computed from x, with gradients for A and B."""
@@ -87,7 +85,7 @@ class Adapter(nn.Module):
 
     def factors(self, x):
         """Return A and B in the dtype and on the device of x."""
-        return Cast.apply(self.A, x), Cast.apply(self.B, x)
+        return [p.to(x.device, x.dtype, non_blocking=True) for p in (self.A, self.B)]
 
     def frozen_weight(self, linear):
         """Return W, whether the Linear holds it or the merged weight."""
@@ -376,50 +374,6 @@ def adapt(model, adapter: dict, dropout=0.0, seed=0, folder: str | None = None):
         settings(model).fresh = False
 
 
-def merge(source: str, folder: str, dtype: str = "auto", load=load_model):
-    """Write the plain model folder, weights and tokenizer, of an adapter or output folder.
-
-    The folder is whole or absent. `load` is `load_model`, or what layers make of it.
-    """
-    place = Path(folder).absolute().parent
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".merge-", dir=place) as beside:
-        whole = Path(beside, "model")
-        model, tokenizer = load(source, dtype=dtype, train=False, merge=True)
-        for thing in (model, tokenizer):
-            thing.save_pretrained(whole)
-        # A model with a vision tower is loaded with these, too.
-        for path in Path(facts(model).source).glob("*processor_config.json"):
-            shutil.copyfile(path, whole / path.name)
-        whole.replace(folder)
-
-
-def main(words: list[str]) -> int:
-    """Run the command `python lora.py merge` and return its exit status."""
-    # The layers import this file by its name.
-    from layers import load_model
-    parser = argparse.ArgumentParser(
-        prog="lora.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["merge"])
-    for name in ("source", "folder"):
-        parser.add_argument(name)
-    parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    args = parser.parse_args(words)
-    try:
-        # The folder may hold the adapter's base, and the adapter would be applied twice.
-        if os.path.lexists(args.folder) and os.listdir(args.folder):
-            raise UserError(f"{args.folder}: is not empty; give a new folder")
-        merge(args.source, args.folder, args.dtype, load_model)
-        print(f"written: {args.folder}, a plain model folder")
-    except KeyboardInterrupt:
-        print(f"lora.py: interrupted; {args.folder} is as it was", file=sys.stderr)
-        return 130
-    except (UserError, OSError) as error:
-        print(f"lora.py: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    prepare_streams()
-    sys.exit(main(sys.argv[1:]))
+    # The command loads models as a run does: with the layers, which import this file by its name.
+    runpy.run_path(str(Path(__file__).with_name("merge.py")), run_name="__main__")

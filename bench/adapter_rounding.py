@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import lora  # noqa: E402
 from layers import load_model  # noqa: E402
+from merge import merge  # noqa: E402
 from core.model import save_model
 from core.logprobs import token_logprobs
 
@@ -79,7 +80,7 @@ def measure(model, ids, base: str, folder: str) -> dict:
     """Return the loss of every way to play the adapter as it is now."""
     from transformers import AutoModelForCausalLM
     save_model(model, f"{folder}/adapter")
-    lora.merge(f"{folder}/adapter", f"{folder}/merged", "bfloat16", load_model)
+    merge(f"{folder}/adapter", f"{folder}/merged", "bfloat16")
     losses = {"float32": played(f"{folder}/adapter", base, torch.float32, ids)[0]}
     losses["peft"], losses["peft_merged"] = played(f"{folder}/adapter", base, torch.bfloat16, ids)
     plain = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype="auto")

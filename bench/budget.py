@@ -206,7 +206,7 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
     Gradients and moments are there before the update, as in every step but a run's first.
     """
     # Count this constant, although an earlier model has made it.
-    logprobs._noise.cache_clear()
+    logprobs.random_bits.cache_clear()
     stand_in = standing_for(kind) if device == "meta" else nullcontext()
     with stand_in, Bytes("meta", kind) as count:
         model, _ = load_model(**options, device=device)

@@ -3,7 +3,7 @@
     token_logprobs    the function that algorithms call, and the only place that shifts tokens
     score             token_logprobs of a whole step, without gradient
     sample            draw a token per row, with its log-probability
-    dithered, Cast    what 16 bits would lose of small updates and of small gradients
+    dithered          what 16 bits would lose of small updates
 
 The output head runs on chunks of tokens. One that brings its own `logprobs` is asked for them.
 """
@@ -12,12 +12,11 @@ from functools import cache
 import torch
 from torch.nn import functional as F
 
+from core.model import facts
 from core.packing import hidden_states
 
 CHUNK = 2**23  # logits that exist at once
-CPU_PIECE = 2**19  # logits in float32 at once: on a CPU they stay in its cache
-GPU_PIECE = 2**23
-BLOCK = 256  # tokens of the vocabulary whose probabilities are summed first
+PIECE = 2**19  # logits in float32 at once on a CPU, in whose cache they stay
 
 
 def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
@@ -48,22 +47,22 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     hidden = hidden[index[:, :-1][predicted[:, :used - 1]]].to(head.weight.dtype)  # (n, D)
     targets = token_ids[:, 1:][predicted]  # (n,)
     if hasattr(head, "logprobs"):
-        logprobs, entropy = head.logprobs(model, hidden, targets, temperature)
+        results = head.logprobs(model, hidden, targets, temperature)  # (n,), (n,)
     else:
         weights = [weight for weight in head.parameters() if weight.requires_grad]
-        logprobs, entropy = _HeadLogprobs.apply(
-            model, hidden, targets, temperature, *weights)  # (n,), (n,)
-    scale_gradient(logprobs, hidden.dtype)
-    scale_gradient(entropy, hidden.dtype)
-    zeros = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
+        results = _HeadLogprobs.apply(model, hidden, targets, temperature, *weights)
+    if return_hidden:
+        results = *results, hidden.float()  # (n, D)
+    if facts(model).scale_gradient:
+        for result in results:
+            facts(model).scale_gradient(result)
     columns = F.pad(predicted, (1, 0))  # (B, T)
-    results = zeros.masked_scatter(columns, logprobs), zeros.masked_scatter(columns, entropy)
+    zeros = hidden.new_zeros(token_ids.shape, dtype=torch.float32)  # (B, T)
+    logprobs, entropy = (zeros.masked_scatter(columns, result) for result in results[:2])
     if not return_hidden:
-        return results
-    exact = hidden.float()  # (n, D)
-    scale_gradient(exact, hidden.dtype)
-    padded = exact.new_zeros(*token_ids.shape, exact.shape[1])  # (B, T, D)
-    return *results, padded.masked_scatter(columns[..., None], exact)
+        return logprobs, entropy
+    zeros = zeros[..., None].expand(-1, -1, hidden.shape[1])  # (B, T, D)
+    return logprobs, entropy, zeros.masked_scatter(columns[..., None], results[2])
 
 
 @torch.no_grad()
@@ -105,7 +104,20 @@ def scaled(config, logits):
     return logits
 
 
-def sample(logits, uniforms, forced, temperature: float = 1.0):
+def inverse_cdf(weights, uniforms):
+    """Return the ids (R,) at which the cumulative weights (R, V) reach the uniforms (R,).
+
+    It also returns the sums of the weights (R,), in float64.
+    """
+    # In float64, because a uniform near 1 must stay below the total.
+    cumulative = weights.double().cumsum(-1)
+    total = cumulative[:, -1:]  # (R, 1)
+    # Rounding may put the product at the total. No token of weight 0 may be drawn then.
+    target = torch.minimum(uniforms[:, None] * total, total * (1 - 2**-53))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0], total[:, 0]
+
+
+def sample(logits, uniforms, forced, temperature: float = 1.0, find=inverse_cdf):
     """Draw one token per row. Nothing here waits for the device.
 
     Args:
@@ -113,6 +125,7 @@ def sample(logits, uniforms, forced, temperature: float = 1.0):
         uniforms: (R,) float64 in [0, 1), one random number per row.
         forced: (R,) ids to take instead of the drawn token, or -1 where the row samples.
         temperature: 0 takes the most likely token, with its log-probability at temperature 1.
+        find: finds the drawn tokens, as `inverse_cdf` does.
 
     Returns ids (R,) and logprobs (R,) in nats, which are NaN where the logits are not finite.
     """
@@ -120,7 +133,7 @@ def sample(logits, uniforms, forced, temperature: float = 1.0):
     if temperature not in (0, 1):
         z = z / temperature
     z_max = z.amax(-1, keepdim=True)  # (R, 1)
-    ids, total = inverse_cdf((z - z_max).exp_(), uniforms)
+    ids, total = find((z - z_max).exp_(), uniforms)
     if temperature == 0:
         ids = z.argmax(-1)
     ids = torch.where(forced >= 0, forced, ids)
@@ -128,32 +141,6 @@ def sample(logits, uniforms, forced, temperature: float = 1.0):
     ids = ids.clamp(max=z.shape[1] - 1)
     z_drawn = z.gather(1, ids[:, None]) - z_max  # (R, 1)
     return ids, z_drawn[:, 0] - total.log().float()
-
-
-def inverse_cdf(weight, uniforms):
-    """Return the ids (R,) at which the cumulative weights (R, V) reach the uniforms (R,).
-
-    It finds a block of the vocabulary, then the token. It also returns the sums (R,), in float64.
-    """
-    if weight.shape[1] % BLOCK:
-        weight = F.pad(weight, (0, -weight.shape[1] % BLOCK))
-    blocks = weight.unflatten(1, (-1, BLOCK))  # (R, blocks, block)
-    sums = blocks.sum(-1)  # (R, blocks)
-    # In float64, because a uniform near 1 must stay below the total.
-    cumulative = sums.double().cumsum(-1)
-    total = cumulative[:, -1:]  # (R, 1)
-    target = uniforms[:, None] * total
-    block = torch.searchsorted(cumulative, target, right=True)  # (R, 1)
-    block.clamp_(max=sums.shape[1] - 1)
-    rest = target - cumulative.gather(1, block)
-    rest += sums.gather(1, block)
-    inside = torch.take_along_dim(blocks, block[..., None], 1)[:, 0]  # (R, block)
-    inside = inside.double().cumsum(-1)
-    # Rounding may put `rest` at or above the block's sum. No token of weight 0 may be drawn then.
-    below_sum = inside[:, -1:] * (1 - 2**-40)
-    rest = torch.minimum(rest.clamp_(min=0), below_sum)
-    ids = block * BLOCK + torch.searchsorted(inside, rest, right=True)
-    return ids[:, 0], total[:, 0]
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -220,7 +207,7 @@ def _softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
     The logits are (n, V), the targets (n, 1). `overwrite` replaces the logits by
     d log p_target / d logits: the graph of a head never reads its logits again.
     """
-    piece_elements = CPU_PIECE if logits.is_cpu else GPU_PIECE
+    piece_elements = PIECE if logits.is_cpu else CHUNK
     for piece in blocks(len(logits), max(1, piece_elements // logits.shape[1])):
         logp = _over(logits[piece].float(), temperature).log_softmax(-1)
         probs = logp.exp()
@@ -254,37 +241,7 @@ def blocks(n: int, size: int) -> list[slice]:
 
 
 # ---------------------------------------------------------------------------------- 16-bit rounding
-GRADIENT_SCALE = 2.0**12  # with it float16 gradients stay above 6e-8
 LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 mantissa bits
-
-
-def scale_gradient(x, dtype):
-    """Make the gradient of x GRADIENT_SCALE times as large if the model is in float16.
-
-    `Cast` undoes it. The scale is constant: an update that overflows is not finite, and is skipped.
-    """
-    if dtype == torch.float16 and x.requires_grad:
-        # The gradient is None where the loss leaves x out, as most losses do the entropy.
-        x.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)
-
-
-class Cast(torch.autograd.Function):
-    """Use a float32 weight in the dtype and on the device of another tensor.
-
-    A gradient in float16 is divided by GRADIENT_SCALE.
-    """
-
-    @staticmethod
-    def forward(ctx, weight, like):
-        ctx.device = weight.device
-        return weight.to(like.device, like.dtype, non_blocking=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        exact = grad.to(ctx.device, torch.float32)
-        if grad.dtype == torch.float16:
-            exact /= GRADIENT_SCALE
-        return exact, None
 
 
 def dithered(total, dtype, noise=None):
@@ -299,7 +256,7 @@ def dithered(total, dtype, noise=None):
     Args:
         total: float32, (out, in) or (..., out), contiguous. It is overwritten.
         dtype: what holds the result later. Only bfloat16 and float16 need random bits.
-        noise: the bits (out,) of `column_noise` for every row. With None each number has its own.
+        noise: random bits (out,) that every row gets. With None each number has its own.
     """
     if dtype not in LOST_BITS:
         return total
@@ -309,7 +266,7 @@ def dithered(total, dtype, noise=None):
     if noise is not None:
         bits.add_(noise)
     else:
-        noise = _noise(total.device, LOST_BITS[dtype])
+        noise = random_bits(total.device, LOST_BITS[dtype])
         # One addition for all but the tail: a GPU waits for launches.
         flat, whole = bits.view(-1), bits.numel() // len(noise) * len(noise)
         flat[:whole].view(-1, len(noise)).add_(noise)
@@ -319,41 +276,8 @@ def dithered(total, dtype, noise=None):
 
 
 @cache
-def _noise(device, n: int):
+def random_bits(device, n: int):
     """Return a constant sequence of random whole numbers below 2**n."""
     generator = torch.Generator().manual_seed(0)
     # An odd length, or rows of a weight whose width is a power of two would all get the same bits.
     return torch.randint(2**n, (2**18 - 5,), generator=generator, dtype=torch.int32).to(device)
-
-
-def add_update(x, output, A, B, scale, noise):
-    """Return output (..., out) + scale B A x, with x (..., in) and the `column_noise` (out,)."""
-    update = F.linear(F.linear(x, A), B)
-    if output.dtype not in LOST_BITS:
-        return output + update * scale
-    # Rounded to the nearest, a 16-bit sum would lose small updates.
-    return _DitheredSum.apply(output, update, scale, noise)
-
-
-def column_noise(output):
-    """Return the random bits (out,) of the columns of a Linear's output (..., out)."""
-    return _noise(output.device, LOST_BITS.get(output.dtype, 0))[:output.shape[-1]]
-
-
-class _DitheredSum(torch.autograd.Function):
-    """Add scale x update (..., out) to a 16-bit output by `dithered`, with the sum's gradients."""
-
-    @staticmethod
-    def forward(ctx, output, update, scale, noise):
-        # The sum is written over the update, as many tokens in float32 as a CPU's cache holds.
-        # On a GPU each piece is six kernels, so pieces are 32 MiB there.
-        ctx.mark_dirty(update)
-        ctx.scale = scale
-        tokens = max(1, 2**(18 if output.device.type == "cpu" else 23) // output.shape[-1])
-        for y, u in zip(output.flatten(0, -2).split(tokens), update.flatten(0, -2).split(tokens)):
-            u.copy_(dithered(y.float().add_(u, alpha=scale), y.dtype, noise))
-        return update
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, grad * ctx.scale, None, None

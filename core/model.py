@@ -52,6 +52,7 @@ class Facts:
     stored_as: str = ""  # the form of the frozen weights, as an adapter's file names it
     fused_adamw: bool | None = None  # True takes AdamW's fused kernel, None lets torch choose
     techniques: object = None  # what makes its training smaller, None if nothing does
+    scale_gradient: object = None  # called with the results of token_logprobs, None for nothing
     refuses_graphs: bool = False  # a decode step could not become a CUDA graph
     token_bytes: int = 0  # of the engine's cache, for a token of a row
     state_bytes: int = 0  # of the engine's cache, for a row

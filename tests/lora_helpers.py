@@ -14,10 +14,6 @@ IDS = torch.arange(3, 63).view(2, 30) * 7 % 700  # (B, T)
 ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def merge(source, folder, dtype="auto"):
-    lora.merge(source, folder, dtype, load_model)
-
-
 def load(path, **options):
     return load_model(str(path), device="cpu", **options)[0]
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = sorted(p.name for p in (ROOT / "extras").iterdir() if (p / "__init__.py").exists())
 BELOW = {"core": {"core"}, "lora": {"core", "lora"}, "envs": {"core", "envs"}}  # what a room may import; nothing below imports extras
-TOP = {"agent", "core", "dpo", "envs", "extras", "grpo", "layers", "llm", "lora", "reward_weighted", "sft", "window"}
+TOP = {"agent", "core", "dpo", "envs", "extras", "grpo", "layers", "llm", "lora", "merge", "reward_weighted", "sft", "window"}
 
 
 def sources():
@@ -39,8 +39,6 @@ def imports(tree):
 
 
 GRAPH = {name: {target for target in imports(tree) if target in MODULES and target != name} for name, tree in TREES.items()}
-# `python lora.py merge` loads models as a run does, adapters beside 4-bit weights too: inside its main() alone.
-GRAPH["lora"].remove("layers")
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -84,7 +82,7 @@ import json, os, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
 base, place = sys.argv[1:]
-import agent, dpo, grpo, lora, reward_weighted, sft
+import agent, dpo, grpo, merge, reward_weighted, sft
 common = dict(model_path=base, eval_tasks=2, env="equations")
 play = dict(max_samples=8, tasks_per_step=2, group_size=2)
 def run(name, act):
@@ -101,7 +99,7 @@ def play_tasks():
     agent.command(agent.Config(model_path=f"{place}/grpo", num_tasks=2, output=f"{place}/t.jsonl"))
     return len(Path(f"{place}/t.jsonl").read_text().splitlines())
 run("agent", play_tasks)
-run("merge", lambda: lora.merge(f"{place}/grpo", f"{place}/merged") or sorted(p.name for p in Path(f"{place}/merged").glob("*.safetensors")))
+run("merge", lambda: merge.merge(f"{place}/grpo", f"{place}/merged") or sorted(p.name for p in Path(f"{place}/merged").glob("*.safetensors")))
 """
 EXPECTED = {"grpo": 1, "resume": 2, "sft": 1, "reward_weighted": 1, "dpo": 1, "dpo, recorded": 1, "agent": 2, "merge": ["model.safetensors"]}
 

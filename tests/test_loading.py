@@ -21,7 +21,7 @@ from core.model import facts, load_weights, save_model
 from core.chat import Chat
 from core.model import is_tiny, newest
 from layers import load_model
-from lora_helpers import merge
+from merge import main, merge
 from core.tiny import make_tiny
 from lora import adapters
 
@@ -405,7 +405,6 @@ def test_merge_overwrites_nothing(tmp_path, target, says):
 
 def test_an_interrupted_merge_leaves_nothing_and_can_be_repeated(tiny, tmp_path, monkeypatch, capsys):
     """Ctrl-C between the weights and the tokenizer. The folder used to hold half a model, which refused the same command."""
-    from lora import main
     words = ["merge", adapter_of(tiny, tmp_path / "adapter"), tmp_path / "place" / "plain"]
     save = PreTrainedTokenizerBase.save_pretrained
 

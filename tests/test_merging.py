@@ -13,9 +13,11 @@ from bench.completions import generate
 from bench.merging import kept_by_merging
 from layers import load_model
 from core.model import save_model
-from core.logprobs import token_logprobs
+from core.logprobs import LOST_BITS, random_bits, token_logprobs
 from layers import make_engine
 from lora import adapters, merged
+from extras.memory import rounding
+from merge import main
 
 ROOT = Path(lora.__file__).parent
 SMOLLM2 = ROOT / ".real" / "smollm2"
@@ -23,8 +25,8 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 def dithered(total, dtype, by_column=False):
-    noise = lora.column_noise(total.to(dtype)) if by_column else None
-    return lora.dithered(total, dtype, noise).to(dtype)
+    noise = random_bits(total.device, LOST_BITS.get(dtype, 0))[:total.shape[-1]] if by_column else None
+    return core.logprobs.dithered(total, dtype, noise).to(dtype)
 
 
 def tiny(dtype="bfloat16", scale=1e-4, **options):
@@ -136,17 +138,18 @@ def test_the_update_survives_merging(dtype, monkeypatch):
     assert kept_by_merging(model) < 0.5 or dtype != "bfloat16"
 
 
-@pytest.mark.parametrize("dtype, scale", [("bfloat16", 1), ("float16", core.logprobs.GRADIENT_SCALE)])
+@pytest.mark.parametrize("dtype, scale", [("bfloat16", 1), ("float16", rounding.GRADIENT_SCALE)])
 def test_the_update_survives_beside_the_weight_and_has_its_gradients(dtype, scale):
-    """As in 4 bits, or with dropout. The trainer multiplies float16 gradients by a scale, which the cast of A and B takes back."""
+    """As in 4 bits, or with dropout. The trainer multiplies float16 gradients by a scale, which A and B take back."""
     linear = tiny(dtype).model.layers[0].mlp.up_proj
     generator = torch.Generator().manual_seed(0)
     x, grad = torch.randn(1000, 128, generator=generator), torch.randn(1000, linear.out_features, generator=generator)
     A, B, output = linear.lora.A, linear.lora.B, linear(x.to(linear.weight.dtype)).float()
-    base, update = x.to(linear.weight.dtype).float() @ linear.weight.float().T, linear.lora.scale * x @ A.T @ B.T
+    plain_A, plain_B = A.detach().requires_grad_(), B.detach().requires_grad_()
+    base, update = x.to(linear.weight.dtype).float() @ linear.weight.float().T, linear.lora.scale * x @ plain_A.T @ plain_B.T
     assert (((output - base) * update).sum() / update.square().sum()).item() == pytest.approx(1, abs=0.1)
     ours = torch.autograd.grad((output * grad).sum(), (A, B))
-    for a, b in zip(ours, torch.autograd.grad((update * grad).sum(), (A, B))):
+    for a, b in zip(ours, torch.autograd.grad((update * grad).sum(), (plain_A, plain_B))):
         assert (a * scale - b).norm() < 0.02 * b.norm()
 
 
@@ -175,7 +178,7 @@ def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype, s
         linear.lora.B.data.normal_(std=1e-3)
     save_model(model, str(tmp_path / "adapter"))
     flags = ["--dtype", dtype] if stored == "float32" else []
-    assert lora.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), *flags]) == 0
+    assert main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), *flags]) == 0
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").eval()
     assert plain.dtype == getattr(torch, dtype)
     ids = torch.arange(3, 43)[None]

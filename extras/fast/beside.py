@@ -3,7 +3,6 @@ from functools import partial
 
 import torch
 
-from core.logprobs import add_update, column_noise
 from lora import Adapter, is_adapted
 
 
@@ -27,9 +26,10 @@ class JointOutput:
         outputs = [type(linear).forward(linear, x) for linear in self.linears]
         if not self.adapter:
             A, B = zip(*(linear.lora.factors(x) for linear in self.linears))
-            self.adapter = partial(
-                add_update, A=torch.cat(A), B=torch.block_diag(*B),
-                scale=self.linears[0].lora.scale, noise=torch.cat(list(map(column_noise, outputs))))
+            noises = [linear.lora.column_noise(output)
+                      for linear, output in zip(self.linears, outputs)]
+            self.adapter = partial(self.linears[0].lora.add, A=torch.cat(A),
+                                   B=torch.block_diag(*B), noise=torch.cat(noises))
         return self.adapter(x, torch.cat(outputs, -1))
 
 

@@ -1,8 +1,10 @@
-"""Sampling in pieces of the batch, and from the likeliest tokens alone (top-k, top-p)."""
+"""Sampling in pieces of the batch, by blocks, and from the likeliest tokens alone (top-k, top-p)."""
 import torch
+from torch.nn import functional as F
 
 import core.logprobs
 
+BLOCK = 256  # tokens of the vocabulary whose probabilities are summed first
 PIECE = 2**19  # logits that are float32 at the same time on a CPU, so that they fit its cache
 
 
@@ -22,7 +24,32 @@ def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, t
             z = z / temperature
             temperature = 1
         logits = cut(z, top_k, top_p)
-    return core.logprobs.sample(logits, uniforms, forced, temperature)
+    return core.logprobs.sample(logits, uniforms, forced, temperature, inverse_cdf)
+
+
+def inverse_cdf(weight, uniforms):
+    """Find the tokens as core's `inverse_cdf` does: a block of the vocabulary, then a token in it.
+
+    Only the sums of the blocks, and one block of each row, are in float64.
+    """
+    if weight.shape[1] % BLOCK:
+        weight = F.pad(weight, (0, -weight.shape[1] % BLOCK))
+    blocks = weight.unflatten(1, (-1, BLOCK))  # (R, blocks, block)
+    sums = blocks.sum(-1)  # (R, blocks)
+    cumulative = sums.double().cumsum(-1)
+    total = cumulative[:, -1:]  # (R, 1)
+    target = uniforms[:, None] * total
+    block = torch.searchsorted(cumulative, target, right=True)  # (R, 1)
+    block.clamp_(max=sums.shape[1] - 1)
+    rest = target - cumulative.gather(1, block)
+    rest += sums.gather(1, block)
+    inside = torch.take_along_dim(blocks, block[..., None], 1)[:, 0]  # (R, block)
+    inside = inside.double().cumsum(-1)
+    # Rounding may put `rest` at or above the block's sum. No token of weight 0 may be drawn then.
+    below_sum = inside[:, -1:] * (1 - 2**-40)
+    rest = torch.minimum(rest.clamp_(min=0), below_sum)
+    ids = block * BLOCK + torch.searchsorted(inside, rest, right=True)
+    return ids[:, 0], total[:, 0]
 
 
 def cut(z, top_k: int, top_p: float):

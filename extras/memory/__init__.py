@@ -5,6 +5,7 @@
     folders.py          ... from the hub, and what a folder may lack
     tensor_reader.py    ... one tensor of a file at a time
     adapter.py          adapters beside weights that hold none, or in host memory: its `kind`
+    rounding.py         sums beside 16-bit weights, and the gradients of float16
     checkpointing.py    what runs again in the backward pass, and MLPs in tiles
     pointwise.py        norms and MLPs that keep less
     quantization.py     4 bits for layers, int8 for embedding and output head
@@ -16,10 +17,12 @@ each stands a test that log-probabilities and gradients are core's, and to what 
 Only this layer chooses the class of a model's adapters (`kind`). What others ask of it has to go
 another way: extras/fast replaces the forward of a Linear whose merged weight it frees. A fork's own
 kind goes in as `load_model(kind=...)`, and `adapter.kind_of` puts the techniques' changes in front
-of it: they override `factors`, `attach`, `merge` and the device, and a kind the rest.
+of it: they override `factors`, `add`, `attach`, `merge` and the device, and a kind the rest.
 """
 from dataclasses import dataclass
 from functools import wraps
+
+import torch
 
 from core.config import UserError, flag
 from core.model import facts, is_adapter, newest, read_settings
@@ -27,6 +30,7 @@ from extras.memory.adapter import kind_of
 from extras.memory.checkpointing import checkpoint_layers, tile_mlps
 from extras.memory.pointwise import install
 from extras.memory.reading import Reader
+from extras.memory.rounding import scale_gradients
 from extras.memory.techniques import FORMS, SETTINGS, Techniques, techniques
 from lora import Adapter
 
@@ -75,6 +79,8 @@ def lean(load_model):
         model, tokenizer = load_model(path, lora_r=lora_r, train=train, merge=merge, read=read,
                                       kind=kind_of(chosen, kind), **options)
         note(model, chosen)
+        if model.get_output_embeddings().weight.dtype == torch.float16:
+            scale_gradients(model)
         use(model, chosen, read.stream)
         return model, tokenizer
     return load

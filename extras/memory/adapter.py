@@ -9,6 +9,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from extras.memory.checkpointing import to_host
+from extras.memory.rounding import Rounded
 from lora import Adapter, factor_gradients
 
 # Activations that backward can compute again: tensor -> function without arguments.
@@ -79,11 +80,11 @@ class _RecomputedLoRA(torch.autograd.Function):
 @cache
 def kind_of(chosen, kind: type = Adapter) -> type:
     """Return the class of the adapters beside these techniques, a subclass of `kind`."""
-    changes = []
+    changes = [Rounded]
     if chosen.adamw_on_host:
         changes.append(OnHost)
     if chosen.load_in_4bit or chosen.stream_layers:
         changes.append(Beside)
     if chosen.recompute_pointwise:
         changes.append(Recomputing)
-    return type(f"Lean{kind.__name__}", (*changes, kind), {}) if changes else kind
+    return type(f"Lean{kind.__name__}", (*changes, kind), {})

@@ -36,7 +36,7 @@ from core.config import UserError, parse
 from core.data import to_json
 from extras.exact.resuming import _sequences
 from layers import load_model
-from lora_helpers import merge
+from merge import merge
 from core.model import save_model, scheduled
 from core.tiny import make_tiny
 

@@ -8,7 +8,7 @@ from extras.memory import checkpointing
 from extras.fast import fused
 from layers import load_model
 from core.engine import Row, StockForward
-from core.logprobs import column_noise, token_logprobs
+from core.logprobs import token_logprobs
 from extras.memory.adapter import Beside, Recomputing
 
 OURS = ["qwen2", "qwen2_sliding", "qwen3", "llama_gqa", "llama_mha", "smollm", "tiny"]
@@ -140,7 +140,7 @@ def test_adapters_beside_the_weights_of_one_input_are_one_adapter_while_decoding
             x = torch.randn(rows, 1, attention.q_proj.in_features, dtype=model.dtype)
             apart = torch.cat([linear(x) for linear in linears], -1)
             torch.testing.assert_close(joint(x), apart)
-        noises = [column_noise(linear(x)) for linear in linears]  # rounded as in the update, column by column
+        noises = [linear.lora.column_noise(linear(x)) for linear in linears]  # rounded as in the update, column by column
         assert torch.equal(joint.adapter.keywords["noise"], torch.cat(noises))
         x = torch.randn(2, 7, attention.q_proj.in_features, dtype=model.dtype)
         assert torch.equal(joint(x), torch.cat([linear(x) for linear in linears], -1))

@@ -13,8 +13,9 @@ from bench.budget import kind_of
 from layers import load_model
 from core.logprobs import token_logprobs
 from core.engine import Row
-from core.logprobs import CHUNK, _softmax
+from core.logprobs import CHUNK, _softmax, dithered
 from extras.memory.pointwise import rms_norm
+from extras.memory.rounding import Rounded
 from extras.fast.fused import Fused
 from extras.fast.static_engine import StaticEngine
 
@@ -84,9 +85,10 @@ def test_a_gpu_takes_few_pieces_of_what_has_a_real_width():
     """0.5B, 8 x 512 tokens, on the meta device, which counts as a GPU. In a CPU's pieces an update was 13,735 kernels in place of 5,827."""
     x = torch.empty(8, 512, 896, dtype=torch.bfloat16, device="meta")
     assert launches(rms_norm, x, x[0, 0], x[..., :1].float()).count <= 5
-    noise, A, B = lora.column_noise(x), x[0, :16], x.flatten(0, 1)[:896, :16]
-    assert launches(lora.add_update, x, x.clone(), A, B, 2.0, noise).count <= 9
-    assert launches(lora.dithered, x.float(), torch.bfloat16).count <= 6
+    adapter, A, B = Rounded(torch.nn.Linear(896, 896), 16, 2.0, 0.0, None), x[0, :16], x.flatten(0, 1)[:896, :16]
+    noise = adapter.column_noise(x)
+    assert launches(adapter.add, x, x.clone(), A, B, noise).count <= 9
+    assert launches(dithered, x.float(), torch.bfloat16).count <= 6
     logits, numbers = torch.empty(CHUNK // 151936, 151936, device="meta"), torch.empty(CHUNK // 151936, device="meta")
     assert launches(_softmax, logits, numbers[:, None].long(), 0.7, numbers, numbers.clone(), True).count <= 20
 

@@ -28,12 +28,14 @@ def sample(logits, uniforms, temperature=1.0, **options):
 
 
 def sample_all(logits, uniforms, temperature=1.0, **options):
-    """What the layer draws, which without top_k and top_p is what core draws."""
+    """What the layer draws. Without top_k and top_p core draws the same, but for a uniform that rounding puts beside a token's end."""
     uniforms, forced = torch.tensor(uniforms, dtype=torch.float64), torch.full((len(logits),), -1)
     drawn = sampling.sample(logits, uniforms, forced, temperature, **options)
     if not options:
-        for ours, core in zip(drawn, core_logprobs.sample(logits, uniforms, forced, temperature), strict=True):
-            assert torch.equal(ours.nan_to_num(nan=9), core.nan_to_num(nan=9))
+        ids, logprobs = core_logprobs.sample(logits, uniforms, forced, temperature)
+        same = (drawn[0] == ids) | logprobs.isnan()
+        assert (~same).sum() <= 2
+        assert (drawn[1] - logprobs)[same].nan_to_num(nan=0).abs().max() < 1e-5 and torch.equal(drawn[1].isnan(), logprobs.isnan())
     return drawn
 
 
@@ -47,7 +49,7 @@ def test_inverse_cdf_gives_every_token_its_share(vocab, block, temperature, monk
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     n = 20_000
     uniforms = [(i + 0.5) / n for i in range(n)]  # stratified: each count may differ from n p by no more than one at either end
-    monkeypatch.setattr(core_logprobs, "BLOCK", block)
+    monkeypatch.setattr(sampling, "BLOCK", block)
     ids, logprobs = sample(logits.expand(n, vocab), uniforms, temperature)
     expected = softmax_of(logits, temperature)
     assert (torch.bincount(ids, minlength=vocab) - expected * n).abs().max() < 2.1
@@ -76,7 +78,7 @@ def test_chi_square_of_the_rows_own_random_numbers():
 @pytest.mark.parametrize("vocab, block", [(600, 256), (10, 4), (256, 256), (3, 256)])
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 1e-9, 0.5, 1 - 2**-25, LAST])
 def test_extreme_uniforms_never_draw_a_token_of_weight_zero(vocab, block, uniform, monkeypatch):
-    monkeypatch.setattr(core_logprobs, "BLOCK", block)
+    monkeypatch.setattr(sampling, "BLOCK", block)
     for alive in ({0}, {vocab - 1}, {vocab // 2}, {0, vocab - 1}, {1, vocab // 2}):
         for low in (-torch.inf, -1e4):  # excluded, or underflowing to weight 0
             logits = torch.full((vocab,), low)

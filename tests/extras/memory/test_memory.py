@@ -8,7 +8,7 @@ from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same, sav
 import grpo
 from layers import LayerFlags, load_model
 from core.config import UserError
-from lora_helpers import merge
+from merge import merge
 from extras.memory.techniques import SETTINGS, Techniques, techniques, techniques_of
 from extras.memory.quantization import Int8Embedding, Linear4bit
 from core.model import adamw

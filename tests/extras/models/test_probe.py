@@ -10,7 +10,7 @@ from test_models import save_text
 
 from core.config import UserError
 from layers import load_model, make_engine
-from lora_helpers import merge
+from merge import merge
 from extras.fast.loading import speed_up
 from extras.memory.techniques import SETTINGS
 from core.model import facts
