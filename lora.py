@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from core.logprobs import dithered
-from core.model import (ADAPTER, DTYPES, Facts, Settings, adopt_tokenizer, base_of, facts,
-                        is_adapter, load_weights, newest, read_model, read_settings,
-                        read_tokenizer, settings, switch_dropout_off)
+from core.model import (ADAPTER, DTYPES, Facts, Settings, base_of, facts, is_adapter,
+                        load_weights, newest, read_model, read_settings, read_tokenizer, settings,
+                        switch_dropout_off)
 from core.packing import allow_packing
 
 
@@ -72,7 +72,7 @@ class Adapter(nn.Module):
         return self.add(x, output, *self.factors(x))
 
     def add(self, x, output, A, B):
-        """Return output + scale B A x, (..., out)."""
+        """Return output + scale B A x, (..., out). In 16 bits it loses small updates."""
         return output + F.linear(F.linear(x, A), B) * self.scale
 
     def give_gradients(self, linear, x, output):
@@ -282,16 +282,19 @@ def reference(model, frozen: dict | None):
     `frozen` may be any {name of a parameter: tensor}, such as a moving average that a fork keeps;
     None switches the adapter off. It is merged as in the update: the KL divergence begins at 0.
     """
-    _exchange(model, frozen)
+    swap_reference(model, frozen)
     try:
         with merged_to_train(model):
             yield
     finally:
-        _exchange(model, frozen)
+        swap_reference(model, frozen)
 
 
-def _exchange(model, frozen):
-    """Swap what trains with its frozen copy, or switch the adapter off or on if there is none."""
+def swap_reference(model, frozen):
+    """Exchange what trains with its frozen copy; without one switch the adapter off, or on again.
+
+    The second call undoes the first one.
+    """
     for linear in adapters(model).values():
         if linear.lora.mode not in ("beside", "off"):
             raise RuntimeError("leave the block of lora.merged before entering lora.reference")
@@ -311,14 +314,14 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
 
     Args:
         path: tiny, a hub id, a model folder, an adapter folder, or an output folder of ours.
-        lora_r: rank of a fresh adapter; with an adapter at `path`, whose rank, alpha and targets
-            stay, its training continues. 0 trains all weights, into which it is merged first.
+        lora_r: rank of a fresh adapter. An adapter at `path` keeps its rank, alpha and targets and
+            is trained further. 0 trains all weights, into which it is merged first.
         lora_alpha, lora_dropout, lora_target_modules: see `add_lora`. None means twice the rank.
         dtype: of the frozen weights and of the arithmetic. What trains is float32.
         device: None takes a GPU of CUDA, else the CPU.
         seed: of the adapter and of the tiny model.
-        merge: True merges an adapter into a plain model, False keeps it beside. None merges it
-            unless its training continues.
+        merge: True merges an adapter for good, False keeps it beside. None merges it unless it is
+            trained further.
         read: read(source, dtype, device, seed) -> (model, tokenizer), in place of `read_model`.
         kind: the class of the adapters.
     """
@@ -328,25 +331,29 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         raise UserError("--dtype is for weights that stay as they are; "
                         "give --lora_r, e.g. 16, or --dtype float32")
     continues = is_adapter(path)
+    source = path
+    adapter = {"r": lora_r, "lora_alpha": lora_alpha or 2 * lora_r,
+               "target_modules": lora_target_modules}
     if continues:
-        adapter = read_settings(path, kind.peft_entries)
         source = base_of(path)
+        adapter = read_settings(path, kind.peft_entries)
         if adapter["quantized_base"] and not read:
             form = adapter["quantized_base"]
             raise UserError(f"{path}: an adapter of weights in {form} needs extras/memory")
-    else:
-        source = path
-        adapter = {"r": lora_r, "lora_alpha": lora_alpha or 2 * lora_r,
-                   "target_modules": lora_target_modules}
     # Weights that train are read and stay in float32.
     kept = DTYPES[dtype] if lora_r or not train else torch.float32
     model, tokenizer = (read or read_model)(source, kept, device, seed)
     if continues and os.path.exists(Path(path, "tokenizer_config.json")):
         tokenizer = read_tokenizer(path)
+    if not tokenizer.chat_template:
+        raise UserError(f"{path}: its tokenizer has no chat template; "
+                        "use an instruct model, or put chat_template.jinja beside it")
+    loses_updates = model.dtype == torch.float16 or lora_dropout and model.dtype == torch.bfloat16
+    if train and loses_updates and not read:
+        raise UserError("--dtype float16, and --lora_dropout in 16 bits, need extras/memory")
     model.to(device).requires_grad_(False)
     model.facts = Facts(source, seed, kind)
     switch_dropout_off(model)
-    adopt_tokenizer(model, tokenizer, path)
     allow_packing(model)
     if adapter["r"]:
         adapt(model, adapter, lora_dropout, seed, path if continues else None)

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from core.chat import Chat
 from core.data import read_json, reading
 from core.config import UserError, first_line
 from core.tiny import make_tiny
@@ -25,7 +23,6 @@ from core.tiny import make_tiny
 ADAPTER = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 ADDED = "added.safetensors"  # what a fork has added to the model
-WARMUP_STEPS = 20  # at most
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
 HUB_ID = r"[a-zA-Z0-9][\w.-]*/[\w.-]+"
@@ -193,39 +190,19 @@ def switch_dropout_off(model):
                 vars(module)[name] = 0.0
 
 
-def adopt_tokenizer(model, tokenizer, path):
-    """Refuse a tokenizer that does not fit the model. Let `generate` stop where its turns end."""
-    if not tokenizer.chat_template:
-        raise UserError(f"{path}: its tokenizer has no chat template; "
-                        "use an instruct model, or put chat_template.jinja beside it")
-    vocabulary = len(model.get_input_embeddings().weight)
-    # Special tokens may be without an embedding, as Gemma 3's for images are.
-    if tokenizer.vocab_size > vocabulary:
-        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
-                        "they belong to different models")
-    # Base models lack the end of a turn here, and what is saved would not stop in `generate`.
-    with suppress(ValueError):
-        config = model.generation_config
-        config.eos_token_id = sorted(Chat(tokenizer, [], config).stop_ids)
-        # Transformers would not save a changed one that has a temperature and no do_sample.
-        config._original_object_hash = hash(config)
-
-
 # ------------------------------------------------------------------------------ writing what trains
 def save_model(model, folder: str):
     """Write the adapter in PEFT's format, or, when all weights train, a model folder.
 
-    PEFT adds an adapter to a 16-bit base by rounding to the nearest, which loses small updates
-    (bench/adapter_rounding.py): play the folder of `lora.py merge --dtype bfloat16` instead. What a
-    fork has added to the model, a value head for instance, goes into a file of its own.
+    What a fork has added to the model, such as a value head, goes into a file of its own.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     added = added_weights(model)
     if added:
-        save_file(_on_cpu(added), folder / ADDED)
+        save_file(on_cpu(added), folder / ADDED)
     if settings(model):
-        _save_adapter(model, folder)
+        save_adapter(model, folder)
     else:
         weights = {name: w for name, w in model.state_dict().items() if name not in added}
         model.save_pretrained(folder, state_dict=weights)
@@ -241,14 +218,16 @@ def added_weights(model) -> dict:
     return {name: p for name, p in trained.items() if name not in own}
 
 
-def _on_cpu(tensors: dict) -> dict:
+def on_cpu(tensors: dict) -> dict:
+    """Return the tensors as safetensors writes them."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _save_adapter(model, folder):
+def save_adapter(model, folder):
+    """Write the two files of PEFT, and the tiny model if it is the base."""
     form = facts(model).stored_as
     # One entry of metadata alone: of two, safetensors writes the order at random.
-    save_file(_on_cpu(settings(model).tensors), folder / TENSORS,
+    save_file(on_cpu(settings(model).tensors), folder / TENSORS,
               metadata={"base": form} if form else {"format": "pt"})
     base = facts(model).source
     # Nobody else has these random weights, so they are saved beside every adapter.
@@ -270,13 +249,14 @@ def load_weights(model, folder: str):
         with reading(path):
             model.load_state_dict(load_file(path), strict=False)
     if settings(model):
-        _load_adapter(model, folder)
+        load_adapter(model, folder)
     else:
         saved = from_pretrained(folder, model.config, torch.float32, "cpu", type(model))
         model.load_state_dict(saved.state_dict(), strict=False)  # not what was added
 
 
-def _load_adapter(model, folder):
+def load_adapter(model, folder):
+    """Load the adapter's tensors. Raises UserError if some are missing, left over or damaged."""
     path = Path(folder, TENSORS)
     with reading(path):
         saved = load_file(path)
@@ -299,41 +279,37 @@ def _load_adapter(model, folder):
 def read_settings(folder: str, entries: dict) -> dict:
     """Return adapter_config.json, of the kind of adapter that has these `Adapter.peft_entries`.
 
-    The file of tensors adds the entry "quantized_base": the form of the base's weights in training,
-    "" (as in its files), "nf4", "int8" (the head) or "nf4,int8".
+    "quantized_base" is added, the form of the base's weights in training: "" (as in its files),
+    "nf4", "int8" (the head) or "nf4,int8". Raises UserError for anything but LoRA and this kind.
     """
     path = Path(folder, ADAPTER)
     config = read_json(path)
     with reading(path):
-        _check_plain_lora(config, entries)
+        known = UNDERSTOOD | PLACES | entries.keys()
+        odd = [key for key, value in config.items() if value and key not in known]
+        init = config.get("init_lora_weights", True)
+        # PiSSA, OLoRA, LoftQ and CorDA change the base too.
+        if init not in (True, False, "gaussian", "eva", "orthogonal"):
+            odd.append(f"init_lora_weights {init}")
+        is_kind = config.get("peft_type") == entries.get("peft_type", "LORA")
+        if odd or not is_kind or config.get("bias", "none") != "none":
+            reason = ", ".join(odd)[:200] or "another peft_type or bias"
+            raise ValueError("only plain LoRA is read here; merge others with PEFT "
+                             f"(merge_and_unload); this one has {reason}")
+        if type(config["r"]) is not int or not (config["r"] > 0 and config["lora_alpha"] > 0):
+            raise ValueError("lora_alpha and r must be above 0, and r a whole number")
+        targets = config["target_modules"]
+        is_rule = isinstance(targets, str) or any(config.get(key) for key in PLACES)
+        config["target_modules"] = [name.strip() for name in targets]
     path = Path(folder, TENSORS)
     with reading(path), safe_open(path, "pt") as file:
         config["quantized_base"] = (file.metadata() or {}).get("base", "")
         # Of a pattern, or names with a rule beside, the tensors say which Linears it chose.
-        if isinstance(config["target_modules"], str) or any(config.get(key) for key in PLACES):
+        if is_rule:
             config["target_modules"] = sorted({
                 name.removeprefix("base_model.model.").partition(".lora_")[0]
                 for name in file.keys()})
     return config
-
-
-def _check_plain_lora(config, entries):
-    """Raise ValueError if this is anything but LoRA, or the kind with these entries."""
-    known = UNDERSTOOD | PLACES | entries.keys()
-    odd = [key for key, value in config.items() if value and key not in known]
-    init = config.get("init_lora_weights", True)
-    # PiSSA, OLoRA, LoftQ and CorDA change the base too.
-    if init not in (True, False, "gaussian", "eva", "orthogonal"):
-        odd.append(f"init_lora_weights {init}")
-    peft_type = entries.get("peft_type", "LORA")
-    if config.get("peft_type") != peft_type or config.get("bias", "none") != "none" or odd:
-        raise ValueError("only plain LoRA is read here; merge others with PEFT (merge_and_unload); "
-                         f"this one has {', '.join(odd)[:200] or 'another peft_type or bias'}")
-    names = config["target_modules"]
-    if not isinstance(names, str) and not all(isinstance(name, str) for name in names):
-        raise ValueError("target_modules must be a list of names, or a pattern")
-    if type(config["r"]) is not int or not (config["r"] > 0 and config["lora_alpha"] > 0):
-        raise ValueError("lora_alpha and r must be above 0, and r a whole number")
 
 
 # -------------------------------------------------------------------------------- the optimizer
@@ -359,9 +335,9 @@ def steps_of(config, steps_per_epoch: float, default: int | None = None) -> int:
 def scheduled(peak: float, step: int, planned: int) -> float:
     """Return the step's learning rate: linear warm-up, linear decay to a tenth of the peak.
 
-    The warm-up lasts a tenth of the planned steps, at most WARMUP_STEPS.
+    The warm-up lasts a tenth of the planned steps, at most 20.
     """
-    warmup_steps = max(1, min(WARMUP_STEPS, planned // 10))
+    warmup_steps = max(1, min(20, planned // 10))
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = 1 - 0.9 * min(step / max(planned, 1), 1.0)
     return peak * warmup * decay

@@ -140,20 +140,21 @@ def test_a_layer_can_be_deleted(folder, taught, tmp_path):
     assert shown == EXPECTED
 
 
-ASKED = {  # a layer, what asks for it, and the words of the one line that answers
-    "memory": ("grpo.py --memory 4bit", "extras/memory"),
-    "vllm": ("grpo.py --sampler http://127.0.0.1:9 --max_steps 1", "extras/vllm"),
-    "rewards": ("grpo.py --rewards length=1", "extras/rewards"),
-    "data": ("grpo.py --dataset tasks.parquet", "extras/data"),
-    "serve": ("agent.py --serve", "extras/serve"),
-    "adapters": ("grpo.py --env gymnasium:FrozenLake-v1", "extras/adapters"),
-    "sandbox": ("grpo.py --env code", "extras/sandbox"),
-}
+ASKED = [  # a layer, what asks for it, and the words of the one line that answers
+    ("memory", "grpo.py --memory 4bit", "extras/memory"),
+    ("memory", "grpo.py --dtype float16", "--dtype float16, and --lora_dropout in 16 bits, need extras/memory"),
+    ("memory", "grpo.py --dtype bfloat16 --lora_dropout 0.1", "need extras/memory"),
+    ("vllm", "grpo.py --sampler http://127.0.0.1:9 --max_steps 1", "extras/vllm"),
+    ("rewards", "grpo.py --rewards length=1", "extras/rewards"),
+    ("data", "grpo.py --dataset tasks.parquet", "extras/data"),
+    ("serve", "agent.py --serve", "extras/serve"),
+    ("adapters", "grpo.py --env gymnasium:FrozenLake-v1", "extras/adapters"),
+    ("sandbox", "grpo.py --env code", "extras/sandbox"),
+]
 
 
-@pytest.mark.parametrize("layer", ASKED)
-def test_what_a_deleted_layer_gave_is_answered_in_one_line(layer, taught, tmp_path):
-    command, words = ASKED[layer]
+@pytest.mark.parametrize("layer, command, words", ASKED)
+def test_what_a_deleted_layer_gave_is_answered_in_one_line(layer, command, words, taught, tmp_path):
     copy_without(f"extras/{layer}", tmp_path)
     (tmp_path / "tasks.parquet").write_bytes(b"PAR1")
     ended = subprocess.run([sys.executable, *command.split(), "--model_path", str(taught), *(["--output_dir", "r"] if "grpo" in command else [])],

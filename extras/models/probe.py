@@ -8,7 +8,7 @@ Where they differ, a model would be trained on other probabilities than it was s
 transformers adds or changes goes through here as well; no list of architectures is needed.
 """
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from unittest import mock
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from core.chat import Chat
 from core.config import UserError, first_line
 from core.engine import Engine, Row, StockForward, row_attention
 from core.logprobs import token_logprobs
@@ -39,15 +40,16 @@ def probed(load_model):
     @wraps(load_model)
     def load(path: str, **options):
         model, tokenizer = load_model(path, **options)
-        check_added_tokens(model, tokenizer, path)
+        check_tokenizer(model, tokenizer, path)
+        stop_where_turns_end(model, tokenizer)
         if model.device.type != "meta":
             probe(model, facts(model).source)
         return model, tokenizer
     return load
 
 
-def check_added_tokens(model, tokenizer, path):
-    """Refuse a tokenizer with added tokens that have no embedding and may be written.
+def check_tokenizer(model, tokenizer, path):
+    """Refuse a tokenizer with tokens that have no embedding and may be written.
 
     A special token that the template does not write needs none, such as Gemma 3's for images.
     """
@@ -55,10 +57,21 @@ def check_added_tokens(model, tokenizer, path):
     written = str(tokenizer.chat_template)
     for name in ("bos_token", "eos_token"):
         written = written.replace(name, getattr(tokenizer, name) or "")
-    for i, token in tokenizer.added_tokens_decoder.items():
-        if i >= vocabulary and (not token.special or token.content in written):
-            raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
-                            "they belong to different models")
+    lacks_one = tokenizer.vocab_size > vocabulary or any(
+        i >= vocabulary and (not token.special or token.content in written)
+        for i, token in tokenizer.added_tokens_decoder.items())
+    if lacks_one:
+        raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, model {vocabulary}: "
+                        "they belong to different models")
+
+
+def stop_where_turns_end(model, tokenizer):
+    """Let `generate` of what is saved stop at the end of a turn, which base models do not name."""
+    config = model.generation_config
+    with suppress(ValueError):
+        config.eos_token_id = sorted(Chat(tokenizer, [], config).stop_ids)
+        # Transformers would not save a changed one that has a temperature and no do_sample.
+        config._original_object_hash = hash(config)
 
 
 def check_finite(path, tensors: dict):
