@@ -5,18 +5,19 @@
     sample            draw a token per row, with its log-probability
     dithered          what 16 bits would lose of small updates
 
-The output head runs on chunks of tokens. One that brings its own `logprobs` is asked for them.
+The output head runs on chunks of tokens. A layer may put its own `head_logprobs` into the model's
+facts: extras/fast one that computes no logits twice, extras/memory that of a head in int8.
 """
 from functools import cache
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from core.model import facts
 from core.packing import hidden_states
 
 CHUNK = 2**23  # logits that exist at once
-PIECE = 2**19  # logits in float32 at once on a CPU, in whose cache they stay
 
 
 def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
@@ -42,15 +43,12 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     # (N, D), (B, used)
     hidden, index = hidden_states(model, token_ids[:, :used], loss_mask[:, :used])
     predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
-    head = model.get_output_embeddings()
     # Mamba's layers add up in float32.
-    hidden = hidden[index[:, :-1][predicted[:, :used - 1]]].to(head.weight.dtype)  # (n, D)
+    dtype = model.get_output_embeddings().weight.dtype
+    hidden = hidden[index[:, :-1][predicted[:, :used - 1]]].to(dtype)  # (n, D)
     targets = token_ids[:, 1:][predicted]  # (n,)
-    if hasattr(head, "logprobs"):
-        results = head.logprobs(model, hidden, targets, temperature)  # (n,), (n,)
-    else:
-        weights = [weight for weight in head.parameters() if weight.requires_grad]
-        results = _HeadLogprobs.apply(model, hidden, targets, temperature, *weights)
+    compute = facts(model).head_logprobs or head_logprobs
+    results = compute(model, hidden, targets, temperature)  # (n,), (n,)
     if return_hidden:
         results = *results, hidden.float()  # (n, D)
     if facts(model).scale_gradient:
@@ -83,6 +81,33 @@ def used_columns(loss_mask) -> int:
     """Return the number of columns of the mask (B, T) up to the last one with a 1, at least 1."""
     columns = loss_mask.any(0).nonzero()  # (number, 1)
     return int(columns[-1]) + 1 if len(columns) else 1
+
+
+def head_logprobs(model, hidden, targets, temperature):
+    """Return log-probability and entropy (n,) of targets (n,) after hidden states (n, D).
+
+    A chunk of tokens at a time, whose logits are computed again in the backward pass.
+    """
+    size = max(1, CHUNK // len(model.get_output_embeddings().weight))
+    logprobs, entropy = [], []
+    # Without a token there is one chunk, which is empty.
+    for chunk in blocks(max(1, len(hidden)), size):
+        results = checkpoint(chunk_logprobs, model, hidden[chunk], targets[chunk], temperature,
+                             use_reentrant=False)
+        logprobs.append(results[0])
+        entropy.append(results[1])
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def chunk_logprobs(model, hidden, targets, temperature):
+    """Return what `head_logprobs` does, of all tokens at once."""
+    logp = (head_logits(model, hidden).float() / temperature).log_softmax(-1)  # (n, V)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def blocks(n: int, size: int) -> list[slice]:
+    """Return slices of `size` that cover range(n)."""
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def head_logits(model, hidden):
@@ -141,103 +166,6 @@ def sample(logits, uniforms, forced, temperature: float = 1.0, find=inverse_cdf)
     ids = ids.clamp(max=z.shape[1] - 1)
     z_drawn = z.gather(1, ids[:, None]) - z_max  # (R, 1)
     return ids, z_drawn[:, 0] - total.log().float()
-
-
-class _HeadLogprobs(torch.autograd.Function):
-    """Log-probability and entropy of softmax(logits / temperature), in chunks of tokens.
-
-    With p = softmax(z) and H = -sum p log p:
-
-        d log p_y / dz = onehot(y) - p        dH / dz = -p (log p + H)
-
-    The forward pass keeps d log p_y / d hidden (N, D) while the chunk's softmax is at hand, and the
-    backward pass only scales its rows. If the entropy carries a gradient or the head trains, the
-    backward pass runs the head again.
-    """
-
-    @staticmethod
-    def forward(ctx, model, hidden, targets, temperature, *weights):
-        ctx.model = model
-        ctx.temperature = temperature
-        ctx.weights = weights
-        ctx.chunk_size = max(1, CHUNK // len(model.get_output_embeddings().weight))
-        keep = ctx.needs_input_grad[1] and not weights
-        slope = torch.empty_like(hidden) if keep else None  # (N, D)
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        for chunk in blocks(len(hidden), ctx.chunk_size):
-            with torch.set_grad_enabled(keep):
-                h = hidden[chunk].detach().requires_grad_(keep)
-                logits = head_logits(model, h)  # (n, V)
-            _softmax(logits.detach(), targets[chunk, None], temperature, logprobs[chunk],
-                     entropy[chunk], keep)
-            if keep:
-                slope[chunk], = torch.autograd.grad(logits, h, logits.detach())
-            # Free them before the next chunk's are computed.
-            del logits
-        ctx.save_for_backward(hidden, targets, entropy, slope)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, targets, entropy, slope = ctx.saved_tensors
-        if slope is not None and (grad_entropy == 0).all():
-            grad_hidden = (slope * grad_logprobs[:, None]).to(hidden.dtype)
-            return None, grad_hidden, None, None
-        grad_hidden = torch.empty_like(hidden)
-        grad_weights = [torch.zeros_like(weight) for weight in ctx.weights]
-        for chunk in blocks(len(hidden), max(1, ctx.chunk_size // 2)):
-            with torch.enable_grad():
-                h = hidden[chunk].detach().requires_grad_()
-                logits = head_logits(ctx.model, h)  # (n, V)
-            grad = _logits_gradient(
-                logits.detach(), targets[chunk, None], ctx.temperature, entropy[chunk, None],
-                grad_logprobs[chunk, None], grad_entropy[chunk, None])
-            grad_hidden[chunk], *chunk_weights = torch.autograd.grad(
-                logits, (h, *ctx.weights), grad)
-            del logits, grad
-            for total, addend in zip(grad_weights, chunk_weights):
-                total += addend
-        return None, grad_hidden, None, None, *grad_weights
-
-
-def _softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
-    """Write the targets' log-probabilities (n,) and the entropy (n,), a few tokens at a time.
-
-    The logits are (n, V), the targets (n, 1). `overwrite` replaces the logits by
-    d log p_target / d logits: the graph of a head never reads its logits again.
-    """
-    piece_elements = PIECE if logits.is_cpu else CHUNK
-    for piece in blocks(len(logits), max(1, piece_elements // logits.shape[1])):
-        logp = _over(logits[piece].float(), temperature).log_softmax(-1)
-        probs = logp.exp()
-        logprobs[piece] = logp.gather(1, targets[piece])[:, 0]
-        entropy[piece] = -logp.mul_(probs).sum(-1)
-        if overwrite:
-            probs.neg_().scatter_(1, targets[piece], 1, reduce="add")
-            logits[piece] = _over(probs, temperature)
-        # Free them before the next piece's are computed.
-        del logp, probs
-
-
-def _logits_gradient(logits, targets, temperature, entropy, grad_logprobs, grad_entropy):
-    """Return the gradient of the logits (n, V). All others are (n, 1)."""
-    logp = _over(logits.float(), temperature).log_softmax(-1)
-    probs = logp.exp()
-    grad = logp.add_(entropy).mul_(probs).mul_(-grad_entropy)
-    grad.addcmul_(probs, grad_logprobs, value=-1)
-    grad.scatter_add_(1, targets, grad_logprobs)
-    return _over(grad, temperature).to(logits.dtype)
-
-
-def _over(x, temperature):
-    """Return x / temperature, without the pass over x if the temperature is 1."""
-    return x if temperature == 1 else x / temperature
-
-
-def blocks(n: int, size: int) -> list[slice]:
-    """Return slices of `size` that cover range(n)."""
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 # ---------------------------------------------------------------------------------- 16-bit rounding

@@ -1,14 +1,13 @@
 """A stock Hugging Face model: reading and checking it, writing what trains, and the optimizer.
 
-    read_model          a model folder, a hub id or the tiny model, with its tokenizer
     newest, base_of     where a path leads: to a checkpoint, and to the base model of an adapter
+    read_model          a model folder, a hub id or the tiny model, with its tokenizer
     save_model          an adapter in PEFT's format, or, when all weights train, a model folder
-    adamw               the optimizer
+    adamw, scheduled    the optimizer, and the learning rate of a step
 """
 import json
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,6 @@ TENSORS = "adapter_model.safetensors"
 ADDED = "added.safetensors"  # what a fork has added to the model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "auto": "auto"}  # auto: as stored
-HUB_ID = r"[a-zA-Z0-9][\w.-]*/[\w.-]+"
 # Keys of PEFT's adapter_config.json that we know, or that change nothing; no others pass.
 UNDERSTOOD = {
     "peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path",
@@ -49,6 +47,7 @@ class Facts:
     stored_as: str = ""  # the form of the frozen weights, as an adapter's file names it
     fused_adamw: bool | None = None  # True takes AdamW's fused kernel, None lets torch choose
     techniques: object = None  # what makes its training smaller, None if nothing does
+    head_logprobs: object = None  # in place of that of core.logprobs, None for core's
     scale_gradient: object = None  # called with the results of token_logprobs, None for nothing
     refuses_graphs: bool = False  # a decode step could not become a CUDA graph
     token_bytes: int = 0  # of the engine's cache, for a token of a row
@@ -120,10 +119,7 @@ def is_tiny(model_path: str) -> bool:
 
 # --------------------------------------------------------------------------------- reading a model
 def from_pretrained(source: str, config, dtype, device, kind=None):
-    """Read a model as transformers does. UserError names weights that are missing.
-
-    `kind` is the class that reads, None for AutoModelForCausalLM.
-    """
+    """Read a model by the class `kind`, or AutoModelForCausalLM. No weights may be missing."""
     from transformers import AutoModelForCausalLM
     model, report = (kind or AutoModelForCausalLM).from_pretrained(
         source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
@@ -152,9 +148,6 @@ def read_model(source: str, dtype, device, seed: int, read_weights=from_pretrain
             for p in model.parameters():
                 p.data = p.data.to(dtype)
         return model.eval(), tokenizer
-    if not os.path.isdir(source) and not re.fullmatch(HUB_ID, source, re.ASCII):
-        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
-                        "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
     from transformers import AutoConfig
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -277,10 +270,10 @@ def load_adapter(model, folder):
 
 
 def read_settings(folder: str, entries: dict) -> dict:
-    """Return adapter_config.json, of the kind of adapter that has these `Adapter.peft_entries`.
+    """Return adapter_config.json of a LoRA, or of the kind with these `Adapter.peft_entries`.
 
     "quantized_base" is added, the form of the base's weights in training: "" (as in its files),
-    "nf4", "int8" (the head) or "nf4,int8". Raises UserError for anything but LoRA and this kind.
+    "nf4", "int8" (the head) or "nf4,int8".
     """
     path = Path(folder, ADAPTER)
     config = read_json(path)

@@ -1,14 +1,12 @@
 """Rows that begin alike go through the model as one packed row, in which their prompt runs once.
 
-The tools in a prompt are most of an episode's tokens: with SmolLM2 and six tools a micro-batch of 8
-rows then takes a quarter of the memory.
+With SmolLM2 and the prompts of six tools a micro-batch of 8 rows takes a quarter of the memory.
 """
 import torch
 
 from core.model import facts
 
-# The families of which it is known that they can be packed. Of others it has to be tried.
-FAMILIES = {"llama", "qwen2", "qwen3"}
+FAMILIES = {"llama", "qwen2", "qwen3"}  # of others it has to be tried whether they can be packed
 
 
 def allow_packing(model):
@@ -46,10 +44,9 @@ def hidden_states(model, token_ids, loss_mask):
 
 
 def shared_prefix(model, token_ids, loss_mask) -> int:
-    """Return the length of the prompt that all rows share, or 0 if it is not worth sharing.
+    """Return the length of the prompt that all rows share, before the first 1 of the mask (B, T).
 
-    It is if a tenth of the tokens (B, T) is saved, and if the model can continue from a prefix.
-    The prefix ends before the first 1 of the mask (B, T).
+    It is 0 where the model cannot continue from a prefix, or less than a tenth of all is saved.
     """
     B, T = token_ids.shape
     window = getattr(model.config.get_text_config(), "sliding_window", None) or T
@@ -57,15 +54,14 @@ def shared_prefix(model, token_ids, loss_mask) -> int:
         return 0
     alike = (token_ids == token_ids[0]).all(0) & (loss_mask == 0).all(0)  # (T,)
     length = min(int(alike.long().cumprod(0).sum()), T - 1)
-    saved = (B - 1) * length
-    return length if saved >= 0.1 * B * T else 0
+    return length if (B - 1) * length >= 0.1 * B * T else 0
 
 
 def packed_attention(module, query, key, value, attention_mask, shared_prefix=None, **kwargs):
     """Attend by transformers' own kernel, in the signature of its attention functions.
 
-    With a `shared_prefix` (P, B) the batch is one packed row: query (1, H, P + B W, D), key and
-    value (1, H_kv, P + B W, D). Each row sees the prefix and itself.
+    With a `shared_prefix` (P, B) the batch is one packed row, (1, H or H_kv, P + B W, D): each of
+    the B rows sees the prefix and itself.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if not shared_prefix:

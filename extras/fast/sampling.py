@@ -1,4 +1,4 @@
-"""Sampling in pieces of the batch, by blocks, and from the likeliest tokens alone (top-k, top-p)."""
+"""Sampling in pieces of the batch, by blocks, and from the likeliest tokens (top-k, top-p)."""
 import torch
 from torch.nn import functional as F
 

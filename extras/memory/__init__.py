@@ -93,6 +93,8 @@ def note(model, chosen: Techniques):
     known.decode_rows = chosen.decode_rows
     # In host memory the fused kernel is the fastest one.
     known.fused_adamw = chosen.adamw_on_host or None
+    if chosen.int8_head:
+        known.head_logprobs = model.get_output_embeddings().logprobs
     known.stored_as = ",".join(FORMS[name] for name in FORMS if getattr(chosen, name))
 
 

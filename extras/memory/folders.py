@@ -10,8 +10,9 @@ from pathlib import Path
 
 from core.config import UserError, first_line
 from core.data import read_json
-from core.model import HUB_ID, read_model
+from core.model import read_model
 
+HUB_ID = r"[a-zA-Z0-9][\w.-]*/[\w.-]+"
 # What is read of a model on the hub, beside its weights.
 TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -21,8 +22,11 @@ def read_complete(source, dtype, device, seed, read_weights):
     arguments = dtype, device, seed, read_weights
     if os.path.isdir(source):
         return read_folder(source, *arguments)
-    if not re.fullmatch(HUB_ID, source, re.ASCII):
+    if source == "tiny":
         return read_model(source, *arguments)
+    if not re.fullmatch(HUB_ID, source, re.ASCII):
+        raise UserError(f"{source}: no such folder; give tiny, a model or output folder, "
+                        "or a hub id like Qwen/Qwen2.5-0.5B-Instruct")
     # On the meta device a model has shapes and no weights.
     files = TEXTS if device.type == "meta" else [*TEXTS, "model*.safetensors"]
     return read_from_hub(source, files, arguments)

@@ -104,7 +104,7 @@ def fill(model, read, device, chosen):
     host = torch.device("meta" if device.type == "meta" else "cpu")
     streamed, table = set(), None
     if chosen.int8_head or chosen.load_in_4bit:
-        from extras.memory import quantization as forms
+        import extras.memory.quantization as forms
     if chosen.stream_layers:
         for layer in layers_of(model):
             streamed.update(layer.modules())

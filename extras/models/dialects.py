@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from core.tool_calls import (BODIES, CLOSERS, OPENERS, THOUGHT_ENDS, THOUGHTS, any_of, next_tag,
                              read_value, unique)
-from extras.models import python_calls
+import extras.models.python_calls as python_calls
 from extras.models.python_calls import PYTHON_WORDS
 
 PYTHON_LIST = re.compile(r"\[\s*[^\W\d][\w.]{0,63}\(")

@@ -13,10 +13,11 @@ from bench.budget import kind_of
 from layers import load_model
 from core.logprobs import token_logprobs
 from core.engine import Row
-from core.logprobs import CHUNK, _softmax, dithered
+from core.logprobs import CHUNK, dithered
 from extras.memory.pointwise import rms_norm
 from extras.memory.rounding import Rounded
 from extras.fast.fused import Fused
+from extras.fast.head import softmax
 from extras.fast.static_engine import StaticEngine
 
 
@@ -90,7 +91,7 @@ def test_a_gpu_takes_few_pieces_of_what_has_a_real_width():
     assert launches(adapter.add, x, x.clone(), A, B, noise).count <= 9
     assert launches(dithered, x.float(), torch.bfloat16).count <= 6
     logits, numbers = torch.empty(CHUNK // 151936, 151936, device="meta"), torch.empty(CHUNK // 151936, device="meta")
-    assert launches(_softmax, logits, numbers[:, None].long(), 0.7, numbers, numbers.clone(), True).count <= 20
+    assert launches(softmax, logits, numbers[:, None].long(), 0.7, numbers, numbers.clone(), True).count <= 20
 
 
 # ------------------------------------------------------------------------------- on a GPU that the CPU plays, 4 layers
