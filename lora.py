@@ -291,10 +291,7 @@ def reference(model, frozen: dict | None):
 
 
 def swap_reference(model, frozen):
-    """Exchange what trains with its frozen copy; without one switch the adapter off, or on again.
-
-    The second call undoes the first one.
-    """
+    """Exchange what trains with its copy, or switch the adapter off; a second call undoes it."""
     for linear in adapters(model).values():
         if linear.lora.mode not in ("beside", "off"):
             raise RuntimeError("leave the block of lora.merged before entering lora.reference")
