@@ -11,10 +11,10 @@ characters that no text has. After rendering, what stands there is encoded with 
 import json
 import os
 import re
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from itertools import chain
 
-from core.config import first_line, say_once
+from core.config import first_line
 from core.data import whole
 from core.tool_calls import parse_tool_calls
 
@@ -33,16 +33,10 @@ To call a function, write its name and arguments as JSON between tags, one pair 
 {{"name": "function_name", "arguments": {{"argument_name": "value"}}}}
 </tool_call>
 Each result comes back between <tool_response> and </tool_response>."""
+FIRST_PROMPT = []  # functions of a chat and its first prompt's text, added by extras/models
 # Around a control token that is meant as text: the last two variation selectors, which no character
 # uses. They are printable, so that Python's repr, which LFM2.5's template writes, keeps them.
 BEGIN, END = "\U000e01ee", "\U000e01ef"
-
-
-class TurnEnd(NamedTuple):
-    """How an assistant turn ends in a rendering."""
-
-    stop_id: int  # the token with which the model ends the turn
-    since: tuple[int, int]  # the last token of the turn in history, and its count up to there
 
 
 class Chat:
@@ -53,10 +47,10 @@ class Chat:
         native_tools: True if the template shows tools, results, and calls that we can read.
             Otherwise tools go into the first user message, calls and results are Hermes text.
         shows_one_call: True if the template has no place for a second call in a turn (Llama 3).
+        opening: the generation prompt, and what ends a user message before it.
         opened_thought: the beginning of a thought that the prompt writes for the model, or "".
-        stop_ids: the tokens that end a turn.
-        start_ids: the tokens that open a message. None occurs inside a turn, so a turn in which the
-            model sampled one is malformed.
+        stop_ids: the tokens that end a turn; call_stop_id, answer_stop_id: those of the template.
+        start_ids: the tokens that open a message. A turn in which one was sampled is malformed.
         end_ids: both, at which sampling ends.
     """
 
@@ -84,21 +78,15 @@ class Chat:
         first = next(message for message in shown if message["role"] == "user")
         first["content"] = "\n\n".join([*introduction, first["content"]])
         ids = self._template.ids(self._template.clean(shown))
-        # SmolLM3's and Nemotron's templates obey /no_think in a message. The prompts of later turns
-        # are cut out of a conversation that does not say it.
-        if not self._template.decode(ids).endswith(self._opening):
-            say_once(f"note: the chat template of {self._template.name} opens the first turn in "
-                     f"another way than those after it, {self._opening.strip()!r}; what its "
-                     "messages switch, such as /no_think, set for all turns at the top of "
-                     "chat_template.jinja: {% set enable_thinking = false %}")
+        for check in FIRST_PROMPT:
+            check(self, self._template.decode(ids))
         return ids
 
     def turn(self, content: str, calls: list[dict], **fields: str) -> list[int]:
         """Return an assistant turn as the model would sample it, its stop token included.
 
-        Args:
-            content, calls: the text of the turn, and its tool calls as {"name", "arguments"}.
-            fields: further fields of the message, such as a thought, for templates that show them.
+        It has a text, calls {"name", "arguments"}, and further fields of the message, such as a
+        thought, for templates that show them.
         """
         if not self.native_tools:
             lines = [content] if content else []
@@ -132,22 +120,19 @@ class Chat:
                 the ids begin with the one that the template writes there. It is not trained.
             text: what the user says after the results, if anything.
         """
+        said = [text] if text else []
         if not self.native_tools:
             texts = [f"<tool_response>\n{result}\n</tool_response>" for result in results]
-            return self.reply("\n".join(texts + [text] * bool(text)), sampled_stop)
+            return self.reply("\n".join(texts + said), sampled_stop)
         names = [call["name"] for call in calls] + ["unknown"] * (len(results) - len(calls))
-        dummy = self._called(names, results)
-        dummy += [self._message("user", text)] if text else []
-        return self._after(self._call_end, dummy, sampled_stop)
+        dummy = self._called(names, results) + [self._message("user", text) for text in said]
+        ids = self._template.ids(dummy, since=self._call_end)
+        return ids[1:] if sampled_stop == self.call_stop_id else ids
 
     def reply(self, text: str, sampled_stop: int | None) -> list[int]:
         """Return the ids that follow an answer: a user message, then the generation prompt."""
-        return self._after(self._answer_end, self._answered(text), sampled_stop)
-
-    def _after(self, end: TurnEnd, dummy, sampled_stop) -> list[int]:
-        """Return the ids that follow what was sampled of a dummy turn, without all tools before."""
-        ids = self._template.ids(dummy, since=end.since)
-        return ids[1:] if sampled_stop == end.stop_id else ids
+        ids = self._template.ids(self._answered(text), since=self._answer_end)
+        return ids[1:] if sampled_stop == self.answer_stop_id else ids
 
     def text(self, ids: list[int]) -> str:
         """Return what the model wrote, control tokens spelled out, without the stop token."""
@@ -205,11 +190,9 @@ class Chat:
         two_calls = ["probe", "probe"], [RESULT, RESULT]
         shows_two = template.shows([ARG, ARG, RESULT], self._called(*two_calls))
         self.shows_one_call = self.native_tools and not shows_two
-        template.tools = None
+        template.tools = tools if tools and self.native_tools else None
         self._tools_text = []
-        if tools and self.native_tools:
-            template.tools = tools
-        elif tools:
+        if tools and not self.native_tools:
             schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
             self._tools_text = [TOOLS_AS_TEXT.format(schemas=schemas)]
         system = [self._message("system", ABOUT), self._message("user", USER)]
@@ -218,16 +201,14 @@ class Chat:
         if not template.shows([USER, ANSWER, REPLY], answered):
             raise ValueError(f"the chat template of {template.name} does not show user and "
                              "assistant messages given as text")
-        before, _, self._opening = template.render(answered[:1]).rpartition(USER)
-        self.opened_thought = "<think>\n" if self._opening.rstrip().endswith("<think>") else ""
+        before, _, self.opening = template.render(answered[:1]).rpartition(USER)
+        self.opened_thought = "<think>\n" if self.opening.rstrip().endswith("<think>") else ""
         # The last control token before a first question: what follows it holds no tools.
         opened = template.controls(before)
         self._first_user = (opened[-1], opened.count(opened[-1])) if opened else None
-        self._answer_end = self._call_end = self._end_of_turn(answered)
-        if self.native_tools:
-            self._call_end = self._end_of_turn(self._called(*two_calls))
-        self.answer_stop_id = self._answer_end.stop_id
-        self.call_stop_id = self._call_end.stop_id
+        called = self._called(*two_calls) if self.native_tools else answered
+        self.answer_stop_id, self._answer_end = self._end_of_turn(answered)
+        self.call_stop_id, self._call_end = self._end_of_turn(called)
 
     def _is_read(self, dummy):
         """True if the parser reads the call of dummy[1] as the template writes it."""
@@ -237,8 +218,11 @@ class Chat:
         prompt = re.sub("<[^<>]*$", "", prompt)
         return len(parse_tool_calls(rendering[len(prompt) :])[1]) == 1
 
-    def _end_of_turn(self, dummy) -> TurnEnd:
-        """Find how the assistant turn dummy[1] of a conversation ends."""
+    def _end_of_turn(self, dummy):
+        """Return the stop id of the assistant turn dummy[1], and where it ends in a rendering.
+
+        That is the last token of the turn in history, and how often it was written up to there.
+        """
         template = self._template
         *before, after = TURN_TEXT.split(template.render(dummy))
         *_, after_alone = TURN_TEXT.split(template.render(dummy[:2], generate=False))
@@ -255,7 +239,7 @@ class Chat:
         both = os.path.commonprefix([alone, followed])
         stop = (both or alone or followed[:1])[-1]
         cut = stop if stop in followed else followed[0]
-        return TurnEnd(stop, (cut, template.controls(" ".join(before)).count(cut) + 1))
+        return stop, (cut, template.controls(" ".join(before)).count(cut) + 1)
 
     def _turn_starts(self):
         """Return the control tokens that open an assistant message or the message after it."""
@@ -263,8 +247,7 @@ class Chat:
         answered = self._answered(REPLY)
         closed = template.controls(template.render(answered[:1], generate=False))
         opened = template.controls(template.render(answered[:1]))
-        text = template.since(template.render(answered), *self._answer_end.since)
-        followed = template.controls(text)
+        followed = template.controls(template.since(template.render(answered), *self._answer_end))
         opening = opened[len(os.path.commonprefix([closed, opened])) :]
         # gpt-oss writes some of them between a thought and its answer, too.
         thoughtful = self._answered(REPLY, thinking=THOUGHT, reasoning_content=THOUGHT)[:2]
@@ -280,6 +263,9 @@ class Template:
         self.tokenizer = tokenizer
         self.name = tokenizer.name_or_path or "this tokenizer"
         self.tools = None  # the schemas that every rendering shows, already `clean`
+        # Text to ids, in which control tokens count as such, and back, in which they are spelled.
+        self.encode = partial(tokenizer.encode, add_special_tokens=False)
+        self.decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         normalizer = getattr(backend, "normalizer", None)
         self._normalized = normalizer.normalize_str if normalizer else str
@@ -370,14 +356,6 @@ class Template:
             ids += self._encode_inside(text, self.encode)
         return ids
 
-    def encode(self, text: str) -> list[int]:
-        """Encode text in which control tokens count as such."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, control tokens spelled out."""
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
     def _encode_inside(self, text, encode):
         """Encode text inside a rendering, without the space that some tokenizers put at a start."""
         ids = encode("\n" + text)
@@ -388,17 +366,14 @@ class Template:
         """Encode text that spells control tokens, with other tokens.
 
         The vocabulary of plain text may hold such a token too: "----" in some, "<s>" in Unigram
-        models. Then the halves of the text are encoded instead.
+        models. Then each character is encoded alone. Unknown ones stay unknown.
         """
         ids = self._encode_inside(text, self.tokenizer._encode_without_added_tokens)
         controls = set(ids).intersection(self._control_ids.values())
-        if not controls:
-            return ids
-        if len(text) == 1:
-            controls.discard(self.tokenizer.unk_token_id)
-            return [token_id for token_id in ids if token_id not in controls]
-        middle = len(text) // 2
-        return self._encode_spelled(text[:middle]) + self._encode_spelled(text[middle:])
+        if controls and len(text) > 1:
+            return list(chain.from_iterable(map(self._encode_spelled, text)))
+        controls.discard(self.tokenizer.unk_token_id)
+        return [token_id for token_id in ids if token_id not in controls]
 
 
 def _is_control(token) -> bool:

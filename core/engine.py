@@ -6,13 +6,12 @@
         for row in engine.step():                    # rows whose turn ended; row.turn, row.logprobs
             engine.extend(row, tool_result_ids, 64)  # either: it continues in the same cache
             engine.release(row)                      # or: it leaves, and another takes its slot
-
-What a row samples follows from its ids and its seed.
 """
-import inspect
 import math
 from collections import defaultdict
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Protocol
 
 import numpy as np
@@ -27,16 +26,9 @@ LONG = 2**14  # tokens of one prefill above which its rows are split in two
 class EngineProtocol(Protocol):
     """What `rollout(engine=...)` takes: the engine below, or one that asks a server.
 
-    add(rows)                takes new rows; a row's first turn continues its prompt, `row.pending`
-    step()                   samples further tokens; returns the rows whose turn has ended, if any
-    extend(row, ids, limit)  appends ids that the model did not sample to a row whose turn has
-                             ended, and starts its next turn, of at most `limit` tokens
-    release(row)             forgets a row whose turn has ended
-    busy                     True while `step` has something to do; it is called only then
-    clock                    how many decode steps were taken: it decides when tool results are due
-
-    The caller makes each Row, and then only reads its `turn` and `logprobs`. An engine may have
-    load_policy(model), a context in which it samples this policy.
+    The caller makes each Row and then reads its `turn` and `logprobs`. It calls `step` while `busy`
+    is True; `clock` decides when tool results are due. An engine may have load_policy(model), a
+    context in which it samples this policy.
     """
     busy: bool
     clock: int
@@ -47,34 +39,28 @@ class EngineProtocol(Protocol):
     def release(self, row): ...
 
 
+@dataclass(eq=False)
 class Row:
-    """One sequence that is decoded.
+    """One sequence that is decoded. What it samples follows from its ids and its seed."""
 
-    Attributes:
-        turn: the ids sampled since the prompt or the last `extend`, with the stop id, if any.
-        logprobs: theirs, in nats, under the distribution that they were drawn from.
-        group, seed, limit: as given; `extend` sets the limit of the next turn.
-        pending: ids that are not in the cache yet, at first the prompt. `length` ids are in it.
-        slot: the row's place in the cache, or None.
-        state: "waiting" for a slot, "prefill" (ids of others are due), "decode", or turn "ended".
-    """
+    pending: list[int]  # ids that are not in the cache yet, at first the prompt
+    _: KW_ONLY
+    group: object = None  # rows of a group have the same prompt, which runs once
+    seed: int = 0
+    limit: int = 128  # tokens of a turn, at most
+    forced: list[int] = field(default_factory=list)  # ids to take in place of sampled ones
+    turn: list[int] = field(default_factory=list)  # sampled since the prompt or the last `extend`
+    logprobs: list[float] = field(default_factory=list)  # theirs, nats, as they were drawn
+    length: int = 0  # ids in the cache
+    slot: int | None = None  # the place in the cache
+    state: str = "waiting"  # for a slot, "prefill" (ids of others are due), "decode", "ended"
 
-    def __init__(self, prompt, *, group=None, seed: int = 0, limit: int = 128, forced=()):
-        """Take the ids of a prompt, which runs once for all rows of its group.
-
-        The first turn may sample `limit` tokens. `forced` ids are taken in place of sampled ones.
-        """
-        self.pending = list(prompt)
-        self.length = 0
-        self.group = self if group is None else group
-        self.seed = seed
-        self.limit = limit
-        self.forced = list(forced)
-        self.turn = []
-        self.logprobs = []
-        self.slot = None
-        self.state = "waiting"
-        self._generator = np.random.Generator(np.random.Philox(key=seed))
+    def __post_init__(self):
+        self.pending = list(self.pending)
+        self.forced = list(self.forced)
+        if self.group is None:
+            self.group = self
+        self._generator = np.random.Generator(np.random.Philox(key=self.seed))
         self._uniforms = []
 
     def uniforms(self, n: int) -> list[float]:
@@ -103,10 +89,8 @@ class Engine:
                  draw=sample, **sampling):
         """Make an engine of so many `slots`, the rows that are in the batch at the same time.
 
-        Args:
-            decoder: gives hidden states, decoder(ids, cache), and logits, decoder.head(hidden).
-            cache: the class of the cache.
-            draw: what samples, called as `sample` is, with the arguments `sampling`.
+        The decoder gives hidden states, decoder(ids, cache), and logits, decoder.head(hidden).
+        `cache` is the class of the cache. `draw` samples as `sample` does.
         """
         self.model = model
         self.device = model.device
@@ -119,7 +103,7 @@ class Engine:
         self.waiting: list[Row] = []
         self.ended: list[Row] = []  # rows whose turn ended in this step
         self.prompts = {}  # group with rows that wait -> its prompt's cache, logits, length
-        self.clock = 0
+        self.clock = 0  # decode steps taken
 
     @property
     def busy(self) -> bool:
@@ -132,11 +116,11 @@ class Engine:
         return [row for row in self.owner if row and row.state == state]
 
     def add(self, rows):
-        """Let new rows wait for a slot."""
+        """Let new rows wait for a slot. The first turn of each continues its prompt."""
         self.waiting.extend(rows)
 
     def extend(self, row: Row, ids, limit: int):
-        """Append tokens that the model did not sample, and start a turn."""
+        """Append ids that the model did not sample, and start a turn of at most `limit` tokens."""
         row.pending += ids
         row.turn = []
         row.logprobs = []
@@ -144,13 +128,16 @@ class Engine:
         row.state = "prefill"
 
     def release(self, row: Row):
-        """Give the slot of a row to others."""
+        """Give the slot of a row whose turn has ended to others."""
         self.owner[row.slot] = None
         row.slot = None
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Run the prompts and tool results that are due, then a decode step of all running rows."""
+        """Run the prompts and tool results that are due, then a decode step of all running rows.
+
+        Returns the rows whose turn has ended.
+        """
         self.clock += 1
         self.ended = []
         self.admit()
@@ -185,11 +172,14 @@ class Engine:
         waiting = {row.group for row in self.waiting}
         logits = {}
         for group, rows in groups.items():
-            slot, length = rows[0].slot, rows[0].length
             if group not in self.prompts:
-                self.prompts[group] = self.cache.prefix(slot, length), next(new_logits), length
+                slot, length = rows[0].slot, rows[0].length
+                prefix = [view[slot].clone() for view in self.cache.views(length)]
+                self.prompts[group] = prefix, next(new_logits), length
             prefix, logits[group], length = self.prompts[group]
-            self.cache.copy_prefix(prefix, [row.slot for row in rows], length)
+            slots = torch.tensor([row.slot for row in rows], device=self.device)
+            for view, source in zip(self.cache.views(length), prefix):
+                view[slots] = source
             for row in rows:
                 row.length = length
             # The copies of all groups at once would take as much memory as the cache.
@@ -199,7 +189,7 @@ class Engine:
 
     def decode(self):
         """Decode one token of every running row."""
-        self.pack()
+        self.compact()
         running = self.in_state("decode")
         self.sample(running, self.run(running))
 
@@ -207,7 +197,7 @@ class Engine:
         """Run the rows' pending tokens and return the logits (R, V) after each row's last one."""
         batches = self.cache.batches(rows)
         if len(batches) > 1:
-            return torch.cat([self.run(batch) for batch in batches])
+            return torch.cat(list(map(self.run, batches)))
         slots = [row.slot for row in rows]
         starts = [row.length for row in rows]
         counts = [len(row.pending) for row in rows]
@@ -237,13 +227,13 @@ class Engine:
         if row.state == "ended":
             self.ended.append(row)
 
-    def pack(self):
+    def compact(self):
         """Exchange rows of the cache so that those that decode fill the first slots."""
         running = self.in_state("decode")
         outside = [row for row in running if row.slot >= len(running)]
-        targets = [slot for slot, row in enumerate(self.owner[:len(running)]) if row not in running]
         if not outside:
             return
+        targets = [slot for slot, row in enumerate(self.owner[:len(running)]) if row not in running]
         longest = max(row.length for row in self.owner if row)
         self.cache.exchange(targets, [row.slot for row in outside], longest)
         for slot, row in zip(targets, outside):
@@ -255,20 +245,9 @@ class Engine:
 
 
 def make_engine(model, *, tokens: int, kind=Engine, top_k=0, top_p=1.0, **options) -> Engine:
-    """Return an engine of this kind for rows of at most `tokens` tokens, with Engine's options.
-
-    Raises UserError for top_k and top_p, which `sample` does not know, and for rows that outgrow
-    the original positions of longrope or dynamic RoPE: their cached keys would be another encoding.
-    """
+    """Return an engine of this kind for rows of at most `tokens` tokens, with Engine's options."""
     if top_k or top_p < 1:
         raise UserError("top_k and top_p: this engine samples from the whole distribution")
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    longest = getattr(config, "max_position_embeddings", tokens)
-    limit = rope.get("original_max_position_embeddings", longest)
-    if rope.get("rope_type") in ("longrope", "dynamic") and tokens > limit:
-        raise UserError(f"--max_tokens {tokens}: give at most {limit}; beyond, this model "
-                        f"({rope['rope_type']} RoPE) encodes all positions of a text anew")
     return kind(model, **options)
 
 
@@ -312,9 +291,8 @@ class StockForward:
         self.attention = attention.__name__
         self.model = model
         self.config = model.config.get_text_config()
-        arguments = inspect.signature(model.base_model.forward).parameters
         # Before transformers 5.24 it was not called "cache" everywhere.
-        names = [name for name in ("cache", "cache_params") if name in arguments]
+        names = {"cache", "cache_params"} & {*signature(model.base_model.forward).parameters}
         self.cache_name = [*names, "past_key_values"][0]
         self.head = partial(head_logits, model)
 
@@ -337,17 +315,15 @@ class RowCache:
     row, `prepare` says which rows it is for and where their new tokens go.
 
     Attributes:
-        tensors: (layer, "key" or "value") -> a tensor, made when the layer first writes to it.
         position: (R, C) the position of every new token in its row.
         begins: True if the new tokens are the first of their rows.
         rows: the slots of the pass, a slice if they are neighbours; `span` positions are read.
         read, write: the index of what the pass reads and writes in a tensor.
-        sdpa: True on a GPU, which reads a slice of a row without a copy. A CPU copies short ones.
     """
     keeps_states = False  # a row can go back to any of its tokens
 
     def __init__(self, slots: int, device):
-        self.tensors = {}
+        self.tensors = {}  # (layer, "key" or "value") -> a tensor, made when the layer first writes
         self.slots = slots
         self.capacity = 0  # S
         self.device = device
@@ -424,16 +400,6 @@ class RowCache:
     def views(self, length: int) -> list:
         """Return views of all slots' first keys and values (slots, H_kv, length, D)."""
         return [tensor[:, :, :length] for tensor in self.tensors.values()]
-
-    def prefix(self, slot: int, length: int) -> list:
-        """Return a copy of what a slot holds of its first tokens."""
-        return [view[slot].clone() for view in self.views(length)]
-
-    def copy_prefix(self, prefix: list, slots: list[int], length: int):
-        """Write what `prefix` returned to all these slots."""
-        index = torch.tensor(slots, device=self.device)
-        for view, source in zip(self.views(length), prefix):
-            view[index] = source
 
     def exchange(self, slots: list[int], others: list[int], length: int):
         """Exchange what each slot holds with the other of its place. None is named twice."""

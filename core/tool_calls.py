@@ -2,8 +2,7 @@
 
 `parse_tool_calls` never raises. What cannot be read becomes a short error for the model to see, and
 a good call counts even if it stands beside a bad one. It works on decoded text, so a tag spelled
-with ordinary tokens means the same as the added token. A family of models that writes another
-markup adds it to the five tables OPENERS, CLOSERS, THOUGHTS, THOUGHT_ENDS and BODIES.
+with ordinary tokens means the same as the added token. Other markups are added to five tables.
 """
 import json
 import re
@@ -37,15 +36,13 @@ def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]
     JSON are an answer, and without tools ({}) all JSON is. A closed thought at the start is part of
     it, whatever it mentions. `tools` are schemas by name, as in `Chat.tools`.
 
-    Returns:
-        The text outside the calls, the calls as {"name": str, "arguments": dict}, and one error
-        text for each call that could not be read.
+    Returns the text outside the calls, the calls as {"name": str, "arguments": dict}, and an error
+    text for each call that could not be read.
     """
     position = _end_of_thought(text)
     content = text[:position]
     calls, errors = [], []
-    # The text itself may be a call.
-    opener = _NO_TAG.match(text, position)
+    opener = _NO_TAG.match(text, position)  # the text itself may be a call
     closers = re.compile(rf"(?:\s*(?:{any_of(CLOSERS).pattern}))*")
     while True:
         new_calls, new_errors, position = _attempt(text, opener, tools)
@@ -140,7 +137,11 @@ def _attempt(text, opener, tools=None):
         return [], [], opener.end()
     start = _SPACE.match(text, opener.end()).end()
     try:
-        raw_calls, end = _read(text, opener, start, tools)
+        bodies = (read(text, opener, start, tools) for read in BODIES)
+        raw_calls, end = next(filter(None, bodies), ([], start))
+        if opener[0] and end == start:
+            got = text[start : start + 20]
+            raise ValueError(f"expected a JSON object or a function name, got {got!r}")
         if opener[0] and not raw_calls:
             raise ValueError("a tool call without a function")
     # Nothing that a text does to a parser may end the run.
@@ -155,18 +156,6 @@ def _attempt(text, opener, tools=None):
         except ValueError as error:
             errors.append(_error(error))
     return calls, errors, end if raw_calls else opener.end()
-
-
-def _read(text, opener, start, tools):
-    """Return the unchecked calls that start at a position, none in an answer, and their end."""
-    for read in BODIES:
-        body = read(text, opener, start, tools)
-        if body:
-            return body
-    if opener[0]:
-        got = text[start : start + 20]
-        raise ValueError(f"expected a JSON object or a function name, got {got!r}")
-    return [], start
 
 
 def next_tag(text: str, position: int) -> int:

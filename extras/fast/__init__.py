@@ -45,12 +45,7 @@ def make_engine(model, *, tokens: int, make=core.engine.make_engine, static: boo
     if static:
         from extras.fast.static_engine import StaticEngine  # what a GPU needs
         options["kind"] = partial(StaticEngine, tokens=tokens)
-    options["decoder"] = options.get("decoder") or make_decoder(model)
+    if not options.get("decoder"):
+        fused = "fused" in USED and fits(model)
+        options["decoder"] = Fused(model) if fused else StockForward(model, fast_row_attention)
     return make(model, tokens=tokens, draw=partial(sample, top_k=top_k, top_p=top_p), **options)
-
-
-def make_decoder(model):
-    """Return the fastest forward pass that fits the model."""
-    if "fused" in USED and fits(model):
-        return Fused(model)
-    return StockForward(model, fast_row_attention)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from core.engine import row_attention
-from core.packing import after, unpack
+from core.packing import after, packed_attention, unpack
 from extras.fast.processor import give_back_memory
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
@@ -26,13 +26,13 @@ def fast_row_attention(module, query, key, value, attention_mask, scaling=None,
     R, H, C, D = query.shape
     plain = softcap is None and s_aux is None
     causal = plain and LONG_PROMPT < C <= (sliding_window or C) and row_cache.begins
-    if not causal and not (plain and row_cache.sdpa):
-        kinds = {"softcap": softcap, "s_aux": s_aux}
-        bias = row_cache.bias(sliding_window, query.dtype)
-        return in_parts(query, key, value, bias, scaling, kinds), None
-    bias = None if causal else row_cache.bias(sliding_window, query.dtype)  # (R, 1, C, S)
     if causal:
+        bias = None
         key, value = key[:, :, :C], value[:, :, :C]
+    else:
+        bias = row_cache.bias(sliding_window, query.dtype)  # (R, 1, C, S)
+        if not (plain and row_cache.sdpa):
+            return in_parts(query, key, value, bias, scaling, softcap, s_aux), None
     groups = H // key.shape[1]
     # The heads of one key are stacked as its query rows, or it is repeated for those of a prompt.
     if C > 1:
@@ -45,14 +45,15 @@ def fast_row_attention(module, query, key, value, attention_mask, scaling=None,
     return out.reshape(R, H, C, -1).transpose(1, 2).contiguous(), None
 
 
-def in_parts(query, key, value, bias, scaling, kinds):
+def in_parts(query, key, value, bias, *options):
     """Return core's `row_attention` with this bias (R, 1, C, S), MOST_SCORES at once."""
     R, H, C, _ = query.shape
     if C > 1 and R * H * C * key.shape[2] > MOST_SCORES:
         halves = zip(query.chunk(2, 2), bias.chunk(2, 2))
-        return torch.cat([in_parts(q, key, value, b, scaling, kinds) for q, b in halves], 1)
+        return torch.cat([in_parts(q, key, value, b, *options) for q, b in halves], 1)
     cache = SimpleNamespace(bias=lambda window, dtype: bias)
-    return row_attention(None, query, key, value, None, scaling, row_cache=cache, **kinds)[0]
+    scaling, softcap, s_aux = options
+    return row_attention(None, query, key, value, None, scaling, None, cache, softcap, s_aux)[0]
 
 
 def causal_attention(module, query, key, value, attention_mask, scaling=None, shared_prefix=None,
@@ -84,12 +85,13 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
     trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
     takes_products = trains_on_cpu or query.is_cpu and query.element_size() == 2
-    if takes_products and row_bytes <= MAX_SCORES and not stock:
-        attend = partial(causal_products, scaling)
+    if not takes_products or row_bytes > MAX_SCORES or stock:
+        attend = partial(stock_attention, module, attention_mask, scaling=scaling,
+                         shared_prefix=shared_prefix, **kwargs)
+    elif shared_prefix:
+        attend = partial(packed_products, scaling, P, B)
     else:
-        attend = partial(stock_attention, module, attention_mask, scaling=scaling, **kwargs)
-    if shared_prefix:
-        attend = partial(packed_attention, attend, P, B)
+        attend = partial(causal_products, scaling)
     # What layers free between tensors that they keep is a hole in glibc's heap: a fifth of
     # SmolLM2's peak. To look for holes takes 2 ms, and to fetch the pages again a quarter of the
     # tiny model's step: too long for every layer, or before the first, where none is kept yet.
@@ -100,14 +102,15 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     return attend(query, key, value), None  # (B, T, H, D)
 
 
-def packed_attention(attend, P, B, query, key, value):
+def packed_products(scaling, P, B, query, key, value):
     """Attend within one packed row [prefix, row 1 ... row B] (1, H or H_kv, P + B * W, D).
 
     Returns (1, P + B * W, H, D).
     """
     prefix, rows = zip(*(x.split([P, x.shape[2] - P], 2) for x in (query, key, value)))
-    first = attend(*prefix)  # (1, P, H, D)
-    tail = attend(*(unpack(x, B) for x in rows), *prefix[1:])  # (B, W, H, D)
+    first = causal_products(scaling, *prefix)  # (1, P, H, D)
+    rows = (unpack(x, B) for x in rows)
+    tail = causal_products(scaling, *rows, *prefix[1:])  # (B, W, H, D)
     return torch.cat([first, tail.flatten(0, 1)[None]], 1)
 
 
@@ -182,21 +185,15 @@ def _weights(scaling, query, key, value, prefix_key, prefix_value):
         yield rows, q, k, v, scores.softmax(-1)
 
 
-def stock_attention(module, mask, query, key, value, *prefix, **kwargs):
-    """The same as `causal_products` by transformers' kernel, with a mask if there is one."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    if prefix:
-        key, value = map(after, prefix, (key, value))
-    T, S = query.shape[2], key.shape[2]
-    if mask is None and S > T:
-        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)[None, None]
+def stock_attention(module, mask, query, key, value, **kwargs):
+    """Attend by transformers' kernel, as core's `packed_attention` does: (B, T, H, D)."""
     groups = query.shape[1] // key.shape[1]
     if mask is None and groups > 1 and not shares_keys(query):
         key = key.repeat_interleave(groups, 1)
         value = value.repeat_interleave(groups, 1)
         # A module that does not say how many query heads share a key: transformers repeats none.
         module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+    return packed_attention(module, query, key, value, mask, **kwargs)[0]
 
 
 def shares_keys(query) -> bool:

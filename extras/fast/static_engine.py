@@ -62,7 +62,7 @@ class StaticEngine(Engine):
         width = self.bucket(len(running))
         # Otherwise a row too many costs less than a swap.
         if width < self.bucket(running[-1].slot + 1):
-            self.pack()
+            self.compact()
         self.cache.reserve(max(row.length for row in self.owner if row) + WINDOW)
         self.drop_graphs()
         self.fill()

@@ -32,7 +32,7 @@ from core.config import UserError, first_line, say
 from core.logprobs import token_logprobs
 from core.model import save_model, settings
 from extras.background import in_thread
-from lora import adapter_tensors, merged_to_train, reference
+from lora import reference
 
 REQUESTS = 128  # of each server, at once, by all ranks together
 TRIES = 8  # of a request; the pauses between them add up to half a minute
@@ -40,10 +40,10 @@ CONNECT = 5  # seconds, then the machine is off
 PATIENCE = 30  # seconds without an answer, then the server is asked whether it lives
 DEADLINE = 3600  # seconds that a silent server gets, and a busy one
 KEPT = 2  # adapters that stay loaded: the newest, and the one that a step ahead plays
-PROMPTS, TOKENS = 4, 16  # of the check: prompts, and tokens sampled after each of them
-STD = 0.05  # of what the check adds to B
-# Nats, the mean of |difference| over sampled tokens. bfloat16 in two programs differs by 0.03 to
-# 0.07; a base that has the adapter merged already, and so plays it twice, has differed by 0.2.
+TOKENS = 64  # of the check
+SHIFT = 0.03  # which the check adds to B
+# Nats, the mean of |difference| over the check's tokens. bfloat16 in two programs differs by 0.03
+# to 0.07; a base that has the adapter merged already, and so plays it twice, has differed by 0.2.
 TOLERANCE = 0.1
 GAP = 0.3  # nats, of a step's sampler_gap: what no rounding explains
 
@@ -271,63 +271,30 @@ def check_gap(step: int, metrics: dict, timing: dict):
                         "servers do not play the policy any more")
 
 
-def check_servers(servers: Servers, model, prompts, body: dict):
-    """Raise UserError unless all servers play the model's policy, before the first episode.
-
-    Turns are compared with the adapter as it is, and with one whose B is random. So an adapter that
-    a server leaves out is found before it has learned anything.
-
-    Args:
-        prompts: lists of ids. body: of a request but for its prompt.
-    """
-    tensors = [p for name, p in adapter_tensors(model.eval()).items() if "lora_B" in name]
-    exact = [p.detach().clone() for p in tensors]
-    generator = torch.Generator().manual_seed(0)
-    for std in (0.0, STD):
-        name = f"{servers.prefix}-check-{std}"
-        try:
-            for p in tensors:
-                p.data += std * torch.randn(p.shape, generator=generator).to(p)
-            servers.publish(model, name)
-            for url in servers.urls:
-                check_server(servers, url, model, prompts, {**body, "model": name})
-        finally:
-            for p, values in zip(tensors, exact):
-                p.data.copy_(values)
-    servers.retire(kept=1)
-
-
-def check_server(servers: Servers, url: str, model, prompts, body: dict):
-    """Raise UserError if the turns of a server do not have the policy's log-probabilities."""
-    turns = []
-    for prompt in prompts:
-        asked = {**body, "prompt": prompt, "max_tokens": TOKENS}
-        ids, logprobs = persist(TRIES, servers.turn, url, asked)
-        turns.append((prompt, ids, logprobs))
-    gap = difference(model, turns, body["temperature"])
-    with reference(model, None):
-        without = difference(model, turns, body["temperature"])
-    say(f"sampler {url}: its log-probabilities differ by {gap:.2g} nats from ours, and by "
-        f"{without:.2g} from those without the adapter")
-    if not (gap < TOLERANCE or gap < without / 4):
-        raise UserError(f"--sampler {url}: it plays another model than --model_path, or leaves the "
-                        "adapter out, or tells raw log-probabilities (start it with "
-                        f"--logprobs-mode processed_logprobs): they differ by {gap:.2g} nats from "
-                        "ours, where bfloat16 explains 0.07")
-
-
 @torch.no_grad()
-def difference(model, turns: list, temperature: float) -> float:
-    """Return the mean of |theirs - ours| over the tokens of turns (prompt, ids, logprobs)."""
-    errors = []
-    with merged_to_train(model):
-        for prompt, ids, theirs in turns:
-            token_ids = torch.tensor([prompt + ids], device=model.device)  # (1, T)
+def check_servers(servers: Servers, model, body: dict):
+    """Raise UserError unless all servers play the model's policy: they continue body["prompt"].
+
+    They play it with SHIFT added to B, before the first episode. So an adapter that a server leaves
+    out is found before it has learned anything.
+    """
+    body["model"] = f"{servers.prefix}-check"
+    shifted = {name: p + SHIFT for name, p in model.named_parameters() if name.endswith(".lora.B")}
+    with reference(model.eval(), shifted):
+        servers.publish(model, body["model"])
+        for url in servers.urls:
+            ids, theirs = persist(TRIES, servers.turn, url, body)
+            token_ids = torch.tensor([body["prompt"] + ids], device=model.device)  # (1, T)
             mask = torch.ones_like(token_ids)
-            mask[:, :len(prompt)] = 0
-            ours, _ = token_logprobs(model, token_ids, mask, temperature)
-            errors.append((ours[0, len(prompt):].cpu() - torch.tensor(theirs)).abs())
-    return torch.cat(errors).mean().item()
+            ours, _ = token_logprobs(model, token_ids, mask, body["temperature"])
+            gap = (ours[0, -len(ids):].cpu() - torch.tensor(theirs)).abs().mean()
+            result = f"sampler {url}: its log-probabilities differ by {gap:.2g} nats from ours"
+            if not gap < TOLERANCE:
+                raise UserError(f"--{result}, where bfloat16 explains 0.07: it plays another model "
+                                "than --model_path, or leaves the adapter out, or tells raw ones "
+                                "(start it with --logprobs-mode processed_logprobs)")
+            say(result)
+    servers.retire(kept=1)
 
 
 class ServerEngine:
@@ -356,8 +323,9 @@ class ServerEngine:
 
     def add(self, rows):
         if self.servers.run.writes and not self.servers.is_checked:
-            prompts = list({row.group: row.pending for row in rows}.values())
-            check_servers(self.servers, self.model, prompts[:PROMPTS], self.body)
+            check_servers(self.servers, self.model, {
+                **self.body, "prompt": rows[0].pending, "max_tokens": min(TOKENS, rows[0].limit),
+                "stop_token_ids": [], "ignore_eos": True})
         self.servers.is_checked = True
         self.ask(rows)
 

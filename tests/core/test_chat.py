@@ -277,6 +277,7 @@ def test_a_turn_that_ends_with_two_stop_tokens_is_sampled_up_to_the_first_and_go
     assert ids == c.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) and c.turn("Yes?", []).count(c.answer_stop_id) == 1
 
 
+@dialects
 def test_a_message_that_switches_the_first_prompt_alone_is_noted(capsys):
     """SmolLM3 with /no_think in its system message: the first turn's thought was closed, those of later turns were not."""
     tok = small.__wrapped__("hermes")

@@ -191,10 +191,10 @@ def test_a_groups_prompt_is_forwarded_once(slots):
 def test_a_prompt_is_kept_only_while_rows_of_its_group_wait(monkeypatch):
     """The copies of an evaluation's 128 prompts took 2.2 GiB at 0.5B, beside the cache for which `slots_that_fit` had given half of the memory."""
     engine, kept = make_engine(build("qwen2"), slots=6), []
-    monkeypatch.setattr(engine.cache, "prefix", lambda *where, real=engine.cache.prefix: kept.append(len(engine.prompts)) or real(*where))
+    monkeypatch.setattr(engine.cache, "views", lambda length, real=engine.cache.views: kept.append(len(engine.prompts)) or real(length))
     engine.add([Row(ids_of(5, i), group=min(i, 4), limit=1) for i in range(9)])
     engine.step()
-    assert kept == [0] * 5 and list(engine.prompts) == [4]
+    assert kept == [0, 1] * 5 and list(engine.prompts) == [4]
 
 
 def test_nothing_is_forwarded_twice_over_turns():

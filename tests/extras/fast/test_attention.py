@@ -144,12 +144,11 @@ def test_a_long_prompt_goes_through_in_parts(monkeypatch, softcap, sinks):
     """All scores of a prompt of 8,000 tokens of SmolLM2 at once took 4 GB, twice as many tokens four times that."""
     query, key, value = (x.detach() for x in heads(101))
     bias = torch.full((2, 1, 101, 101), -torch.inf).triu(1)
-    kinds = {"softcap": softcap, "s_aux": sinks}
-    whole = attention.in_parts(query, key, value, bias, 0.3, kinds)
+    whole = attention.in_parts(query, key, value, bias, 0.3, softcap, sinks)
     sizes, softmax = [], torch.Tensor.softmax
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *dim: sizes.append(x.numel()) or softmax(x, *dim))
     monkeypatch.setattr(attention, "MOST_SCORES", 20000)
-    parts = attention.in_parts(query, key, value, bias, 0.3, kinds)
+    parts = attention.in_parts(query, key, value, bias, 0.3, softcap, sinks)
     assert (parts - whole).abs().max() < 1e-6 and len(sizes) == 8 and max(sizes) <= 20000
 
 
