@@ -401,10 +401,11 @@ def train(config: Config) -> dict:
             run.log(learning_rate=optimizer.param_groups[0]["lr"])
             # 1. Rollout: group_size episodes of each drawn task.
             episodes = collect(play, tasks, config, step, run)
-            run.log_episodes(episodes)
-            if unusable(episodes):
+            if reason := unusable(episodes):
+                run.skip(episodes, reason)
                 run.end_step(step)
                 continue
+            run.log_episodes(episodes)
             batch = cheapest_order(episodes, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
 

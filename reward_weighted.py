@@ -299,8 +299,11 @@ def collect(play, tasks, config: Config, step: int, run) -> list[Trajectory]:
     run.log(**played_shares(played))
     episodes = without_faults(played)
     shift_and_scale(episodes, config)
+    if reason := unusable(episodes):
+        run.skip(episodes, reason)
+        return []
     run.log_episodes(episodes)
-    return [] if unusable(episodes) else episodes
+    return episodes
 
 
 def minibatches(episodes, turn_weights, config: Config, step: int):

@@ -35,7 +35,8 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fault_inputs  # noqa: E402
 
-from extras.exact.checkpoint import newest_checkpoint, read_state  # noqa: E402
+from core.model import checkpoints  # noqa: E402
+from extras.exact.checkpoint import read_state  # noqa: E402
 from core.config import UserError  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402
 
@@ -86,7 +87,7 @@ def signals(place, options):
                 run.kill()
                 failures.append(f"{signum.name}: hangs for more than 60 s")
                 continue
-            saved = read_state(newest_checkpoint(Path(folder, "run")))["step"]
+            saved = read_state(checkpoints(Path(folder, "run"))[-1])["step"]
             lines = log.read_bytes().count(b"\n")
             if run.returncode != 128 + signum or one_line(errors) or saved != lines:
                 failures.append(f"{signum.name}: status {run.returncode}, {saved} saved of {lines}: {errors[-200:]}")
@@ -128,7 +129,7 @@ def bits(place, options):
     failures, draw = [], random.Random(0)
     with tempfile.TemporaryDirectory(dir=place) as folder:
         subprocess.run(words(place, 3), cwd=folder, capture_output=True, check=True)
-        checkpoint = newest_checkpoint(Path(folder, "run"))
+        checkpoint = checkpoints(Path(folder, "run"))[-1]
         whole = read_state(checkpoint)
         files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
         places = 100 if options.quick else 1000

@@ -40,9 +40,9 @@ BOUNDS = (("low", "at least", operator.ge), ("high", "at most", operator.le),
 # flags that need it", with the values that ask for nothing.
 LINES = Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines()
 SYNONYMS = {meant: words.split() for meant, words in (line.split(": ") for line in LINES)}
-# Optional layers fill these: defaults of flags (or functions of the config), functions that `fill`
-# calls with a config, how a list of a flag in YAML becomes text, and contexts around a program.
-DEFAULTS, FILLED, YAML_LISTS, AROUND = {}, [], {}, []
+# Optional layers fill these: defaults of flags (or functions of the config), their help, functions
+# that `fill` calls with a config, how a list in YAML becomes text, and contexts around a program.
+DEFAULTS, HELP, FILLED, YAML_LISTS, AROUND = {}, {}, [], {}, []
 # tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
 NO_BAR = os.environ.get("RANK", "0") != "0" or None
 say = tqdm.write  # above the bars that are shown
@@ -112,6 +112,7 @@ def options(config_class):
                      "above": None} | vars(flags.get(name, SimpleNamespace()))
             known |= {"default": field.default, "auto": False, **field.metadata}
             known["default"] = DEFAULTS.get(name, known["default"])
+            known["help"] = HELP.get(name, known["help"])
             (flags if name in flags else new)[name] = SimpleNamespace(**known)
         flags = new | flags
     return flags
@@ -187,8 +188,8 @@ class RunFlags:
     resume: bool = flag(False, "continue the run in output_dir from its newest checkpoint")
     seed: int = flag(0, "seed of everything random", low=0)
     save_every: int = flag(
-        0, "steps between checkpoints, of which the last two and the best stay; 0: after 10 "
-        "minutes of training each, and at the end; an evaluated step is saved, too", low=0)
+        0, "steps between checkpoints, of which the last two stay; 0: after 10 minutes of training "
+        "each, and at the end", low=0)
     eval_tasks: int = flag(
         200, "held-out tasks played before, after and every eval_every steps; 0: none", low=0)
     eval_every: int = flag(0, "steps between evaluations; 0: before and after only", low=0)

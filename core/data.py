@@ -218,7 +218,7 @@ def collect_groups(play, tasks, config, step, run):
         for indices in members([t.group_id for t in episodes]):
             group = [episodes[i] for i in indices]
             rate = sum(t.info["success"] for t in group) / len(group)
-            # A NaN is kept, too: `Run.log_episodes` reports it and skips the step.
+            # A NaN is kept, too: `unusable` reports it, and the step is skipped.
             broken = any(math.isnan(t.reward) for t in group)
             if broken or config.success_rate_lb <= rate <= config.success_rate_ub:
                 kept += group

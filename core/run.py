@@ -27,17 +27,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.config import ONCE, UserError, convert, mix, options, printable, say
-from core.data import finite, read_json, reading, summarise, to_json, unusable
+from core.config import ONCE, UserError, mix, options, printable, say
+from core.data import finite, read_json, reading, summarise, to_json
 from core.model import checkpoints, load_weights, save_model
 
 CONFIG, EPISODES = "config.yaml", "trajectories.jsonl"
 LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects that begin with their step
+TEMPORARY = ".tmp-step"  # the name of a checkpoint until it is whole
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 KEPT = 2  # checkpoints
 LOGGED_EPISODES = 16  # of each step, in trajectories.jsonl
-STEP_NUMBERS = ("success", "reward", "entropy", "kl", "accuracy", "loss")
-HEADLINE = ("success", "reward", "loss", "pairs/loss")  # of an evaluation
+HEADLINE = ("success", "reward", "loss", "pairs/loss", "entropy", "kl", "accuracy")  # are printed
 
 
 class OneProcess:
@@ -67,14 +67,7 @@ class OneProcess:
 
     def total(self, metrics: list[dict]) -> dict:
         """Return the sums of some dicts of numbers, name by name, over all processes."""
-        sums = self.gather(self._sums(metrics))
-        return self._sums(sums)
-
-    def _sums(self, metrics):
-        sums = Counter()
-        for numbers in metrics:
-            sums.update({name: float(value) for name, value in numbers.items()})
-        return sums
+        return sums(self.gather(sums(metrics)))
 
     def all_reduce(self, model, metrics: list[dict]) -> dict:
         """Make p.grad the sum of all processes' gradients, and return the sums of the metrics."""
@@ -85,32 +78,25 @@ class Run:
     """One run and its output folder.
 
     Attributes:
-        finished: what result.json holds if a finished run is resumed, else None.
-        checkpoint: the checkpoint that this run continues from, or None.
         ranks: the processes that share the work. Only the first one writes.
-        values: {flag: value} of the config; max_steps becomes the number of steps.
+        checkpoint: the checkpoint that this run continues from, or None.
         step, seconds: how many steps are done, and how long they took.
         planned: the steps planned when the run began, the length of the learning rate's schedule.
         line: the metrics of the present step.
         before, after: what an evaluation returned before the first step and after the last.
-        rollout_seconds, rollout_tokens: of all that a step plays; `agent.rollout` adds to them.
-        played, kept: the number of episodes, and what sessions keep between rollouts.
-        saved: the step of the newest checkpoint, or None.
+        rollout_seconds, rollout_tokens, played, kept: what rollouts and their sessions add up.
         listeners: called with (step, metrics, timing) after each step.
         endings: called with the folder when the run has finished.
     """
 
     restored = ("step", "seconds", "before", "planned")  # attributes that state.json holds
+    finished = None  # the result of a run that needs no step more, which a layer may find
 
     def __init__(self, config, algorithm: str):
         """Look at the output folder, and change nothing there. Raises UserError."""
         self.config, self.algorithm = config, algorithm
-        flags = options(type(config))
-        self.values = {name: convert(getattr(config, name), flags[name], f"--{name}")
-                       for name in flags}
-        vars(config).update(self.values)  # Python code may say "1e-4", as PyYAML reads it
-        # Absolute, because an environment may change the current folder.
-        self.folder = Path(config.output_dir).absolute()
+        # An environment may change the current folder. A link stays when its run is renamed.
+        self.folder = Path(config.output_dir).resolve()
         self.ranks = self.processes()
         self.writes = self.ranks.rank == 0
         self.opened = time.monotonic()
@@ -120,7 +106,7 @@ class Run:
         self.planned = self.saved = None
         self.has_begun = False
         self.start_clock()
-        self.finished, self.checkpoint = self.ranks.first(self.enter)
+        self.checkpoint = self.ranks.first(self.find_checkpoint)
 
     # ------------------------------------------------------------- what optional layers override
     def processes(self) -> OneProcess:
@@ -139,59 +125,57 @@ class Run:
         """Called between decode steps and micro-batches: the places where a run may stop."""
 
     # -------------------------------------------------------------------------------- the folder
-    def enter(self):
-        """Return (result, checkpoint) of the run to resume, or None in place of what is not there.
-
-        Raises UserError if the folder holds a run that is neither to be resumed nor overwritten.
-        """
+    def find_checkpoint(self) -> Path | None:
+        """Return the checkpoint to continue from, or None. Raises UserError in another's folder."""
         algorithm = algorithm_of(self.folder)
-        if algorithm and not (self.values["resume"] or self.values["overwrite"]):
+        if algorithm and not (self.config.resume or self.config.overwrite):
             raise UserError(f"{self.folder}: already holds a {algorithm} run; --resume continues "
-                            "it, --overwrite renames it, or give another --output_dir")
-        if not algorithm or not self.values["resume"]:
-            return None, None
-        path = self.folder / "result.json"
-        result = read_json(path) if path.exists() else None
-        if result and result["steps"] >= (self.values["max_steps"] or 0):
-            return result, None
-        return None, next(reversed(checkpoints(self.folder)), None)
+                            "it, --overwrite renames it (in Python: resume=True, overwrite=True), "
+                            "or give another --output_dir")
+        paths = checkpoints(self.folder) if self.config.resume else []
+        return paths[-1] if paths else None
 
     def begin(self):
         """Take the output folder. `load` calls it; what writes there earlier calls it first."""
         if not self.has_begun:
-            self.ranks.first(self.take_folder)
             self.has_begun = True
+            self.ranks.first(self.take_folder)
 
     def take_folder(self):
         """Rename the run to overwrite, or go back to the checkpoint to resume from."""
-        if self.values["overwrite"] and algorithm_of(self.folder):
+        if self.config.overwrite and algorithm_of(self.folder):
             print(f"{self.folder}: the run that was there is now {set_aside(self.folder)}")
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "result.json").unlink(missing_ok=True)
         first = int(self.checkpoint.name[5:]) if self.checkpoint else 0
-        for name in LOGS:
-            if (self.folder / name).exists():
-                lines = (self.folder / name).read_text().split("\n")[:-1]  # a cut one is the last
-                kept = [line + "\n" for line in lines if json.loads(line)["step"] < first]
-                write_whole(self.folder / name, "".join(kept))
+        for path in (self.folder / name for name in LOGS):
+            if path.exists():
+                with open(path, encoding="utf-8") as file:
+                    # A line that was cut has no end.
+                    kept = [line for line in file
+                            if line.endswith("\n") and json.loads(line)["step"] < first]
+                write_whole(path, "".join(kept))
         self.write_config()
 
-    def write_config(self):
-        """Write config.yaml, which `--config` reads to repeat this run."""
+    def write_config(self, switches=""):
+        """Write config.yaml, which `--config` and these switches read to repeat this run."""
         import yaml  # errors in flags do not wait for it
-        kept = {name: value for name, value in self.values.items() if name not in ONCE}
-        header = f"# {self.algorithm} run; `--config {CONFIG} --output_dir elsewhere` repeats it\n"
-        write_whole(self.folder / CONFIG, header + yaml.safe_dump(kept, sort_keys=False))
+        again = f"--config {CONFIG} --output_dir elsewhere{switches}"
+        values = {name: getattr(self.config, name) for name in options(type(self.config))
+                  if name not in ONCE}
+        write_whole(self.folder / CONFIG, f"# {self.algorithm} run; `{again}` repeats it\n"
+                    + yaml.safe_dump(values, sort_keys=False))
 
     # ---------------------------------------------------------------------------------- the loop
     def load(self, model, tokenizer, optimizer, total: int) -> int:
         """Return the first step to do of the total: 0, or that after the checkpoint to resume."""
-        self.model, self.tokenizer, self.optimizer, self.total = model, tokenizer, optimizer, total
-        self.values["max_steps"] = self.planned = total
+        self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
+        self.total = self.planned = self.config.max_steps = total
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.begin()
-        self.ranks.first(self.write_config)
+        if self.writes:
+            self.write_config()
         if self.checkpoint:
             self.restore(self.checkpoint)
         self.saved_at = time.monotonic()
@@ -202,17 +186,18 @@ class Run:
 
     def restore(self, checkpoint):
         """Continue from a checkpoint."""
-        self.load_weights(checkpoint)
-        load_optimizer(self.optimizer, checkpoint / "optimizer.safetensors")
+        load_weights(self.model, checkpoint)
         state = read_json(checkpoint / "state.json")
+        load_optimizer(self.optimizer, checkpoint / "optimizer.safetensors", state.get("groups", []))
         for name in self.restored:
-            setattr(self, name, state[name])
+            # What another layer or version has not written stays as it is.
+            setattr(self, name, state.get(name, getattr(self, name)))
         self.saved = self.step
         self.opened -= self.seconds
 
     def start_clock(self):
         """Start the clock of a step. An evaluation before the step does not count."""
-        self.began = time.monotonic()
+        self.step_began = time.monotonic()
         self.rollout_seconds = self.rollout_tokens = 0
 
     def micro_batches(self, sequences: int, *seed):
@@ -232,11 +217,13 @@ class Run:
     def end_step(self, step: int):
         """Write the lines of a step that is done, print it, and save a checkpoint where due."""
         line, self.line = self.line, {}
-        timing = self.timing_of(line, time.monotonic() - self.began)
+        timing = self.timing_of(line, time.monotonic() - self.step_began)
         self.seconds += timing["seconds"]
         # From here on the weights are those after the step.
         self.step = step + 1
         self.write_line(step, line, timing)
+        for listener in self.listeners:
+            listener(step, line, timing)
         self.show_step(line, timing["seconds"])
         if self.save_is_due() or self.step == self.total:
             self.save()
@@ -249,12 +236,15 @@ class Run:
 
     def log_episodes(self, episodes):
         """Log the numbers of a step's episodes, and write the first LOGGED_EPISODES of them."""
-        if reason := unusable(episodes):
-            self.skip(episodes, reason)
-            return
         # `errors` of these is 0: what was logged before is that of all that was played.
         self.line = summarise(episodes) | self.line
         self.write_episodes(episodes, LOGGED_EPISODES)
+
+    def write_episodes(self, episodes, limit: int | None = None):
+        """Append the first `limit` episodes, or all, to trajectories.jsonl. No group is cut."""
+        groups = {t.group_id for t in episodes[:limit]}
+        self.append(EPISODES, [{"step": self.step} | t.to_json() for t in episodes
+                               if t.group_id in groups])
 
     def log_evaluation(self, step: int, metrics: dict):
         """Log what an evaluation before this step returned. The first one is `before`."""
@@ -266,18 +256,10 @@ class Run:
             say(f"after step {step}: {words}" if step else f"before: {words}")
         self.start_clock()
 
-    def write_episodes(self, episodes, limit: int | None = None):
-        """Append the first `limit` episodes, or all, to trajectories.jsonl. No group is cut."""
-        groups = {t.group_id for t in episodes[:limit]}
-        shown = [t for t in episodes if t.group_id in groups]
-        self.append(EPISODES, [{"step": self.step} | t.to_json() for t in shown])
-
     def write_line(self, step: int, metrics: dict, timing: dict):
         """Append a step's lines: what is a function of the seed, and what a clock decides."""
         self.append("metrics.jsonl", [{"step": step} | metrics])
         self.append("timing.jsonl", [{"step": step} | timing])
-        for listener in self.listeners:
-            listener(step, metrics, timing)
 
     def append(self, name: str, rows: list[dict]):
         """Append rows to a log, one JSON object per line."""
@@ -291,8 +273,7 @@ class Run:
 
     def show_step(self, line: dict, seconds: float):
         """Print the main numbers of a step."""
-        numbers = [f"{name} {line[name]:<6.3g}" for name in STEP_NUMBERS if name in line]
-        say(f"step {self.step}/{self.total}  {'  '.join(numbers[:4])}  {seconds:.1f} s")
+        say(f"step {self.step}/{self.total}: {headline(line)}, {seconds:.1f} s")
 
     # ------------------------------------------------------------------------------- checkpoints
     def save_is_due(self) -> bool:
@@ -305,37 +286,26 @@ class Run:
         if self.saved == self.step:
             return
         if self.writes:
-            path = self.folder / "checkpoints" / f"step_{self.step:06d}"
-            temporary = path.with_name(".tmp-step")
+            temporary = self.folder / "checkpoints" / TEMPORARY
             # A run that was killed while it wrote has left this folder.
             shutil.rmtree(temporary, ignore_errors=True)
-            try:
-                temporary.mkdir(parents=True)
-                self.write_checkpoint(temporary)
-                self.put_in_place(temporary, path)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            self.write_checkpoint(temporary)
+            temporary.rename(temporary.with_name(f"step_{self.step:06d}"))
+            self.prune()
         self.saved, self.saved_at = self.step, time.monotonic()
 
     def write_checkpoint(self, folder):
-        """Write what the next step depends on."""
-        self.save_weights(folder)
+        """Write what the next step depends on. A fork adds files here and reads in `restore`."""
+        save_model(self.model, folder)
         self.tokenizer.save_pretrained(folder)
         save_file(optimizer_tensors(self.optimizer), folder / "optimizer.safetensors")
         state = {name: getattr(self, name) for name in self.restored}
+        state["groups"] = group_numbers(self.optimizer)
         write_whole(folder / "state.json", to_json(state, indent=1))
 
-    def save_weights(self, folder):
-        """Write what trains. A fork with state of its own overrides this and `load_weights`."""
-        save_model(self.model, folder)
-
-    def load_weights(self, folder):
-        """Read back what `save_weights` wrote, bit for bit."""
-        load_weights(self.model, folder)
-
-    def put_in_place(self, folder, path):
-        """Give a checkpoint that is whole its name, and remove old ones."""
-        folder.rename(path)
+    def prune(self):
+        """Remove old checkpoints."""
         for old in checkpoints(self.folder)[:-KEPT]:
             shutil.rmtree(old)
 
@@ -352,12 +322,11 @@ class Run:
                   "held_out_tasks": after.get("episodes"), "steps": self.total,
                   "seed": self.config.seed, "seconds": time.monotonic() - self.opened,
                   "peak_memory_mb": peak_memory_mb(), **extra}
-        result = self.ranks.first(lambda: finite(result))
         if self.writes:
             write_whole(self.folder / "result.json", to_json(result, indent=1))
         for end in self.endings:
             end(self.folder)
-        return result
+        return finite(result)
 
     def show_result(self, next_program: str):
         """Print what the evaluations said before and after training, and how to continue."""
@@ -370,10 +339,9 @@ class Run:
 def algorithm_of(folder) -> str | None:
     """Return the name of the program whose run an output folder holds, or None."""
     path = Path(folder) / CONFIG
-    if not path.is_file():
-        return None
-    with reading(path), open(path, "rb") as file:
-        match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", file.readline(100))
+    with reading(path):
+        header = path.read_bytes()[:100] if path.is_file() else b""
+    match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", header)
     return match and match[1].decode()
 
 
@@ -389,11 +357,8 @@ def set_aside(path: Path) -> Path:
 def write_whole(path: Path, text: str):
     """Write a file whole or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        temporary.write_bytes(text.encode())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary.write_bytes(text.encode())
+    temporary.replace(path)
 
 
 def optimizer_tensors(optimizer) -> dict:
@@ -409,19 +374,39 @@ def optimizer_tensors(optimizer) -> dict:
     return tensors
 
 
-def load_optimizer(optimizer, path):
-    """Give the optimizer the state that a file holds. Raises UserError."""
+def group_numbers(optimizer) -> list[dict]:
+    """Return the numbers of each group of parameters that steps change: Prodigy's `d`, not `lr`."""
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({name: value for name, value in group.items()
+                       if isinstance(value, int | float) and name not in ("lr", "initial_lr")
+                       and value != optimizer.defaults.get(name)})
+    return groups
+
+
+def load_optimizer(optimizer, path, groups=()):
+    """Give the optimizer the state that a file holds, and `group_numbers`. Raises UserError."""
     states = {}
     with reading(path):
         for name, value in load_file(path).items():
             number, _, key = name.partition("|")
             states.setdefault(int(number), {})[key] = value
         optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+    for group, numbers in zip(optimizer.param_groups, groups):
+        group.update(numbers)
 
 
 # ------------------------------------------------------------------------------------- numbers
+def sums(metrics: list[dict]) -> Counter:
+    """Return the sums of the numbers in some dicts, name by name."""
+    totals = Counter()
+    for numbers in metrics:
+        totals.update({name: float(value) for name, value in numbers.items()})
+    return totals
+
+
 def headline(metrics: dict) -> str:
-    """Return an evaluation in a few words."""
+    """Return the main numbers of an evaluation or of a step in a few words."""
     # What was not finite is null in a file.
     shown = [name for name in HEADLINE if metrics.get(name) is not None]
     return ", ".join(f"{name} {metrics[name]:.3f}" for name in shown)

@@ -1,5 +1,14 @@
 """Checkpoints of runs that train nothing."""
+from pathlib import Path
+
 import torch
+
+import core.run
+from core.model import checkpoints, load_weights, save_model
+
+
+def newest_checkpoint(output_dir):
+    return next(reversed(checkpoints(output_dir)), None)
 
 
 class Tokenizer:
@@ -12,21 +21,30 @@ def weights(folder):
     save_file({"w": torch.ones(2)}, folder / "model.safetensors")
 
 
-def training(run, save_weights=weights, optimizer=None):
-    """Give a run what its checkpoints are made of, in place of a model. Returns the tokenizer and the optimizer."""
-    run.save_weights, run.load_weights = save_weights, lambda folder: None
-    return Tokenizer(), optimizer or torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+class Model:
+    """What core/run.py saves as one: `write(folder)` writes its files, and it reads none."""
+
+    def __init__(self, write):
+        self.write = write
+
+
+core.run.save_model = lambda model, folder: model.write(Path(folder)) if isinstance(model, Model) else save_model(model, folder)
+core.run.load_weights = lambda model, folder: isinstance(model, Model) or load_weights(model, folder)
+
+
+def training(save_weights=weights, optimizer=None):
+    """Return what checkpoints are made of: a model, a tokenizer and an optimizer."""
+    return Model(save_weights), Tokenizer(), optimizer or torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
 def load(run, total, **options):
     """Load as a training loop does. Returns its steps."""
-    return range(run.load(None, *training(run, **options), total), total)
+    return range(run.load(*training(**options), total), total)
 
 
 def save(run, step, *args, **options):
     """Save as the training loop does after a step, and return the path. See `training`."""
-    run.tokenizer, run.optimizer = training(run, *args, **options)
-    run.step, run.marks = step, run.files.log_sizes()
-    run.saved = None  # the same step may be saved twice
+    run.model, run.tokenizer, run.optimizer = training(*args, **options)
+    run.step, run.saved = step, None  # the same step may be saved twice
     run.save()
     return run.folder / "checkpoints" / f"step_{step:06d}"

@@ -17,14 +17,14 @@ import pytest
 import torch
 import yaml
 from config_helpers import Config
-from saving import load, save, weights
+from saving import load, newest_checkpoint, save, weights
 
 import grpo
 import sft
 from agent import Trajectory
 from core import run
 from core.run import load_optimizer, optimizer_tensors
-from extras.exact.checkpoint import newest_checkpoint, read_state
+from extras.exact.checkpoint import read_state
 from core.config import Stop, UserError, mix, parse
 from envs.transcripts import message_lines
 from core.model import steps_of

@@ -1,9 +1,11 @@
 """What is laid over core's Run changes no number: with each layer, with all and with none a run writes the same bytes."""
 import ast
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from test_resume import CASES, Killed, assert_equal, bytes_of, config, place, rewarded, toy  # noqa: F401  (place is a fixture)
 
 import core.run
@@ -15,6 +17,7 @@ import sft
 from agent import rollout
 from core.config import UserError
 from core.model import checkpoints
+from extras.exact.checkpoint import read_state
 
 CLASSES = {"exact": extras.exact.run.Run, "show": extras.show.run.Run, "ranks": extras.ranks.Run}
 NAMES = ["sft, full", "grpo, LoRA", "dpo, plays", "reward_weighted, LoRA"]
@@ -66,7 +69,8 @@ def test_cores_run_is_resumed_from_its_last_checkpoint(place, tmp_path, monkeypa
     assert [path.name for path in checkpoints(tmp_path / "killed")] == ["step_000001", "step_000002"]
     result = run(name, place, tmp_path / "killed", monkeypatch, core.run.Run, save_every=1, resume=True)
     assert_equal(tmp_path / "whole", tmp_path / "killed")
-    assert run(name, place, tmp_path / "killed", monkeypatch, core.run.Run, save_every=1, resume=True) == result
+    again = run(name, place, tmp_path / "killed", monkeypatch, core.run.Run, save_every=1, resume=True)
+    assert {**again, "seconds": 0, "peak_memory_mb": 0} == {**result, "seconds": 0, "peak_memory_mb": 0}  # evaluated once more
 
 
 def test_a_run_that_was_sealed_continues_without_the_seals(place, tmp_path, monkeypatch):  # noqa: F811
@@ -99,10 +103,113 @@ def test_core_run_imports_nothing_above_core():
     assert {name for name in names if name.split(".")[0] in ("extras", "envs", "lora", "agent", "layers")} == set()
 
 
-def test_a_model_that_core_alone_has_saved_is_loaded_with_the_layers(tmp_path):
-    """Core writes no checksum. There is nothing to verify, and nothing that refuses it."""
-    from extras.exact.checkpoint import is_sealed
-    (tmp_path / "state.json").write_text('{"step": 1, "planned": 2}')
-    assert not is_sealed(tmp_path) and not is_sealed(tmp_path / "nowhere")
-    (tmp_path / "state.json").write_text('{"step": 1, "planned": 2, "checksum": "0"}')
-    assert is_sealed(tmp_path)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_core_alone_has_saved_is_continued_with_the_layers(place, tmp_path, monkeypatch, capsys, name):  # noqa: F811
+    """Core writes no seal. There is nothing to verify, and nothing that refuses it."""
+    for folder, kind in (("core", core.run.Run), ("both", layers.Run)):
+        run(name, place, tmp_path / folder, monkeypatch, core.run.Run, max_steps=2)
+        run(name, place, tmp_path / folder, monkeypatch, kind, resume=True)
+        for path in checkpoints(tmp_path / folder)[:-1]:
+            shutil.rmtree(path)
+    assert_equal(tmp_path / "core", tmp_path / "both")
+    said = [line for line in capsys.readouterr().out.splitlines() if "continues after" in line]
+    assert said == [f"{tmp_path}/both: continues after step 2; its checkpoint is not verified, as it was written without extras/exact"]
+    state = read_state(checkpoints(tmp_path / "both")[-1])
+    assert state["step"] == 3 and state["made_of"] and state["files"]
+
+
+def test_a_seal_of_which_a_part_is_missing_is_not_cores(tmp_path):
+    whole = {"step": 1, "seconds": 2.0, "before": {}, "planned": 3}
+    for state in (whole, {**whole, "groups": [{}]}):
+        (tmp_path / "state.json").write_text(json.dumps(state))
+        assert read_state(tmp_path) == state
+    for state in ({**whole, "checksum": "0"}, {**whole, "files": {}}, {**whole, "made_of": {}}, {"step": 1, "planned": 2}):
+        (tmp_path / "state.json").write_text(json.dumps(state))
+        with pytest.raises(UserError, match="state.json: damaged .its checksum differs"):
+            read_state(tmp_path)
+
+
+class Counting(torch.optim.SGD):
+    """As Prodigy and the schedule-free optimizers do, it keeps numbers in its group: its steps, and the rate that grows with them."""
+
+    def __init__(self, weights, lr):
+        super().__init__(weights, lr)
+        self.defaults |= {"d": 1e-3, "k": 0, "train_mode": False}
+        for group in self.param_groups:
+            group.update(d=1e-3, k=0, train_mode=False)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.update(d=group["d"] * 1.7, k=group["k"] + 1, train_mode=True)
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"] * group["d"])
+
+
+@pytest.mark.parametrize("kind", [core.run.Run, layers.Run])
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_resumed(place, tmp_path, monkeypatch, kind):  # noqa: F811
+    """They were lost without a word: a resumed run began with the first `d` again."""
+    made = []
+    monkeypatch.setattr(sft, "adamw", lambda model, lr, **_: made.append(
+        Counting([p for p in model.parameters() if p.requires_grad], lr)) or made[-1])
+    run("sft, full", place, tmp_path / "whole", monkeypatch, kind, save_every=1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        append, lines = core.run.Run.append, []
+
+        def killed(self, log, rows):
+            if log == "metrics.jsonl" and lines.append(1) is None and len(lines) == 3:
+                raise Killed
+            append(self, log, rows)
+        patch.setattr(core.run.Run, "append", killed)
+        patch.setattr(kind, "__exit__", lambda *_: None)
+        run("sft, full", place, tmp_path / "run", monkeypatch, kind, save_every=1)
+    run("sft, full", place, tmp_path / "run", monkeypatch, kind, save_every=1, resume=True)
+    assert_equal(tmp_path / "whole", tmp_path / "run")
+    groups = [read_state(tmp_path / name / "checkpoints" / "step_000003")["groups"] for name in ("whole", "run")]
+    assert groups[0] == groups[1] == [{"d": 1e-3 * 1.7 * 1.7 * 1.7, "k": 3, "train_mode": True}]
+    assert [optimizer.param_groups[0]["k"] for optimizer in made] == [3, 3, 3]
+
+
+def test_adamw_keeps_no_numbers_in_its_groups():
+    """Not its rate either, which the loop sets, nor what a group was made with and still has."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}], lr=0.1, weight_decay=0.2)
+    for group in optimizer.param_groups:
+        group["initial_lr"], group["lr"] = group["lr"], group["lr"] / 2
+    assert core.run.group_numbers(optimizer) == [{}, {}]
+
+
+def test_a_checkpoint_without_numbers_of_groups_is_continued(place, tmp_path, monkeypatch):  # noqa: F811
+    """Those of earlier versions."""
+    run("sft, full", place, tmp_path / "run", monkeypatch, core.run.Run, max_steps=2)
+    path = checkpoints(tmp_path / "run")[-1] / "state.json"
+    state = json.loads(path.read_text())
+    assert state.pop("groups") == [{}]
+    path.write_text(json.dumps(state))
+    assert run("sft, full", place, tmp_path / "run", monkeypatch, core.run.Run, resume=True)["steps"] == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_listener_hears_of_a_step_with_its_timing_also_after_resuming(place, tmp_path, monkeypatch, fails):  # noqa: F811
+    """One whose call ends the run has the lines of the step written before, and the step is saved."""
+    heard = []
+
+    class Listened(layers.Run):
+        def load(self, *args):
+            self.listeners.append(self.hear)
+            return super().load(*args)
+
+        def hear(self, step, metrics, timing):
+            if step == 1 and fails and not self.config.resume:
+                raise RuntimeError("the server is gone")
+            heard.append((step, metrics["loss"] > 0, timing["seconds"] > 0, timing["update_seconds"] > 0))
+    if fails:
+        with pytest.raises(RuntimeError, match="the server is gone"):
+            run("sft, full", place, tmp_path / "run", monkeypatch, Listened, save_every=3)
+        assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
+        run("sft, full", place, tmp_path / "run", monkeypatch, Listened, save_every=3, resume=True)
+    else:
+        run("sft, full", place, tmp_path / "run", monkeypatch, Listened, save_every=3)
+    assert heard == [(step, True, True, True) for step in ((0, 2) if fails else (0, 1, 2))]
+    for name in ("metrics.jsonl", "timing.jsonl"):
+        rows = [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+        assert [row["step"] for row in rows] == [0, 1, 2]

@@ -13,28 +13,22 @@ from pathlib import Path
 
 from core.data import data_sources, read_json, to_json
 from core.config import reading, UserError
-from core.model import base_of, checkpoints
-from core.run import Run, write_whole
+from core.model import base_of, checkpoints, newest
+from core.run import KEPT, TEMPORARY, Run, write_whole
 from extras.exact.files import fingerprint, sync
 
 DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
-TEMPORARY = ".tmp-step"  # the name of a checkpoint that is being written or removed
-KEPT = 3  # checkpoints at most: the last two and the best; one more while it is written
 # Attributes of a run, which a resumed run takes from state.json.
-RESTORED = (*Run.restored, "bad", "made_of", "unlogged", "scores")
-
-
-def newest_checkpoint(output_dir):
-    """Return the path of the checkpoint with the highest step, or None."""
-    return next(reversed(checkpoints(output_dir)), None)
+RESTORED = (*Run.restored, "algorithm", "bad", "made_of", "scores")
+SEAL = {"checksum", "files", "made_of"}  # what core alone does not write into state.json
 
 
 # ---------------------------------------------------------------------------- writing and reading
-def seal(folder, state):
-    """Write state.json with the fingerprints of all other files, and flush all to the disk."""
+def seal(folder):
+    """Add the fingerprints of all other files to state.json, and flush all to the disk."""
     files, mode = {}, folder.stat().st_mode & 0o666
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.name != "state.json":
@@ -42,7 +36,7 @@ def seal(folder, state):
             with suppress(PermissionError):
                 file.chmod(mode)
             files[file.relative_to(folder).as_posix()] = fingerprint(file)
-    state = {**state, "files": files}
+    state = {**read_json(folder / "state.json"), "files": files}
     write_whole(folder / "state.json", to_json({**state, "checksum": _checksum(state)}, indent=1))
     for path in (*folder.rglob("*"), folder):
         sync(path)
@@ -52,32 +46,27 @@ def _checksum(state):
     return hashlib.sha256(to_json(state).encode()).hexdigest()
 
 
-def _own_state(checkpoint):
-    """Return the content of state.json, or raise UserError if no run of ours wrote it."""
+def own_state(checkpoint) -> dict:
+    """Return the content of state.json, or raise UserError if no run of ours wrote it.
+
+    Without extras/exact core writes one that has no seal.
+    """
     path = Path(checkpoint) / "state.json"
     state = read_json(path)
-    if state.pop("checksum", None) != _checksum(state):
+    is_cores = state.keys() >= {*Run.restored} and not state.keys() & SEAL
+    if not is_cores and state.pop("checksum", None) != _checksum(state):
         raise UserError(f"{path}: damaged (its checksum differs), or of another program or a much "
                         "older version; renamed, the weights are loaded without any check")
     return state
 
 
-def is_sealed(checkpoint) -> bool:
-    """True if a folder has a state.json to verify. Core alone writes one without a checksum."""
-    path = Path(checkpoint) / "state.json"
-    if not path.exists():
-        return False
-    state = read_json(path)
-    return "checksum" in state or "planned" not in state
-
-
-def read_state(checkpoint):
-    """Return the content of state.json after verifying it and every file of the checkpoint.
+def read_state(checkpoint) -> dict:
+    """Return the content of state.json after verifying it and every file that it names.
 
     Raises UserError, which names the file that is damaged or missing.
     """
-    state = _own_state(checkpoint)
-    for name, expected in state["files"].items():
+    state = own_state(checkpoint)
+    for name, expected in state.get("files", {}).items():
         file = Path(checkpoint) / name
         with reading(file):
             if fingerprint(file) != expected:
@@ -94,12 +83,12 @@ def prune(output_dir, scores):
     for path in checkpoints(output_dir):
         # What no run of ours wrote is not removed.
         with suppress(UserError):
-            _own_state(path)
+            own_state(path)
             ours.append(path)
     score_of = {path: scores.get(str(int(path.name[5:]))) for path in ours}
     evaluated = [path for path in ours if score_of[path] is not None]
     best = max(evaluated, key=score_of.get, default=None)
-    for path in ours[:1 - KEPT]:
+    for path in ours[:-KEPT]:
         if path != best:
             # Where this is killed or a file is in use, the next save removes what is left.
             shutil.rmtree(path.rename(path.with_name(TEMPORARY)), ignore_errors=True)
@@ -110,9 +99,11 @@ def check_room(output_dir, optimizer):
 
     One holds the weights that train, and in float32 the two moments of AdamW.
     """
-    sizes = [p.numel() * (p.element_size() + 8) for p in trained_parameters(optimizer)]
-    count = KEPT + 1 - min(KEPT, len(checkpoints(output_dir)))
-    needed, free = count * sum(sizes), shutil.disk_usage(output_dir).free
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    size = sum(p.numel() * (p.element_size() + 8) for p in weights)
+    # The last ones, the best one, and one that is being written.
+    count = KEPT + 2 - min(KEPT + 1, len(checkpoints(output_dir)))
+    needed, free = count * size, shutil.disk_usage(output_dir).free
     if needed > free:
         raise UserError(f"{output_dir}: {needed / 2**20:,.0f} MiB are needed for {count} "
                         f"checkpoints, and {free / 2**20:,.0f} MiB are free on this disk; make "
@@ -161,7 +152,8 @@ def check_base(checkpoint, base):
         base: the folder or hub id of its base model, as it is now.
     """
     paths = _model_files(base)
-    recorded = _own_state(checkpoint)["made_of"] if is_sealed(checkpoint) else {}
+    has_state = os.path.exists(Path(checkpoint, "state.json"))
+    recorded = own_state(checkpoint).get("made_of", {}) if has_state else {}
     for label in recorded:
         is_weights = label.startswith("base/") and label.endswith(("/config.json", ".safetensors"))
         # Of a hub model only some files may be on this machine.
@@ -183,7 +175,7 @@ def _model_files(model):
                 if isinstance(path, str):
                     files[f"base/{name}"] = Path(path)
         return files
-    folder = newest_checkpoint(model) or Path(model)
+    folder = Path(newest(model))
     if not (folder / "adapter_config.json").exists():
         return _files_in(folder, "base")
     return _files_in(folder, "adapter") | _model_files(base_of(folder))
@@ -193,9 +185,3 @@ def _files_in(folder, kind):
     """Return {"KIND/name": path} of a model folder's files."""
     return {f"{kind}/{path.name}": path for path in sorted(Path(folder).glob("*"))
             if path.name.endswith(MODEL_FILES) and path.name not in NOT_THE_MODEL}
-
-
-# -------------------------------------------------------------------------------------- optimizer
-def trained_parameters(optimizer):
-    """Return the parameters of all groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]

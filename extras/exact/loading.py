@@ -7,7 +7,7 @@ from pathlib import Path
 
 from core.config import UserError
 from core.model import ADAPTER, base_of, is_adapter, newest, read_settings
-from extras.exact.checkpoint import check_base, is_sealed, read_state
+from extras.exact.checkpoint import check_base, read_state
 from lora import Adapter, target_names
 
 
@@ -16,7 +16,7 @@ def sealed(load_model):
     @wraps(load_model)
     def load(path: str, **options):
         path = newest(path)
-        if is_sealed(path):
+        if os.path.exists(os.path.join(path, "state.json")):
             read_state(path)  # sizes and sha256
         if is_adapter(path):
             check_settings(path, **options)

@@ -1,105 +1,90 @@
-"""Resuming: what a run must have in common with the one it continues, and the way back to it."""
-import os
-from itertools import takewhile
-
-from extras.exact.checkpoint import RESTORED, fingerprints, newest_checkpoint, read_state
-from core.config import CODE, ONCE, UserError, convert, read_yaml
+"""Resuming: what a run must have in common with the one it continues."""
+from core.config import CODE, ONCE, UserError, convert, options, read_yaml
 from core.data import read_json
-from core.run import CONFIG, EPISODES, LOGS, algorithm_of
-from extras.exact.output_folder import step_of
+from core.run import CONFIG, algorithm_of
+from extras.exact.checkpoint import RESTORED, fingerprints, read_state
 
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
 
 
-def continue_run(folder, flags, paths):
-    """Check that the run in an output folder can be continued, which changes nothing there.
+def continue_run(run, checkpoint):
+    """Check that the run in the folder can be continued, and print where it continues.
+
+    Nothing is changed in the folder. If the run has finished, `run.finished` becomes its result.
 
     Args:
-        folder: the OutputFolder.
-        flags: the `options` of its config.
-        paths: the `ingredients` of this call.
+        run: its config, algorithm, folder and command are read. A `max_steps` of None becomes that
+            of the run in the folder, and `made_of` what that began with.
+        checkpoint: the newest checkpoint in the folder, or None.
 
-    Returns:
-        (result, None, None) of a finished run, else (None, checkpoint, its state), where both
-        are None if no step is saved. Raises UserError.
+    Raises UserError.
     """
-    algorithm = algorithm_of(folder.path)
+    folder = run.folder
+    algorithm = algorithm_of(folder)
     if not algorithm:
-        print(f"{folder.path}: nothing to resume, a new run begins")
-        return None, None, None
-    if algorithm != folder.algorithm:
-        raise UserError(f"{folder.path}: holds a {algorithm} run, not one of {folder.algorithm}")
-    longer = _compare(folder, flags)
-    if (folder.path / "result.json").exists() and not longer:
-        result = read_json(folder.path / "result.json")
-        print(f"{folder.path}: finished after {result['steps']} steps; a larger --max_steps "
+        print(f"{folder}: nothing to resume, a new run begins")
+        return
+    if algorithm != run.algorithm:
+        raise UserError(f"{folder}: holds a {algorithm} run, not one of {run.algorithm}")
+    is_longer = _compare(run)
+    if (folder / "result.json").exists() and not is_longer:
+        run.finished = read_json(folder / "result.json")
+        print(f"{folder}: finished after {run.finished['steps']} steps; a larger --max_steps "
               "continues it")
-        return result, None, None
-    checkpoint = newest_checkpoint(folder.path)
-    if not checkpoint:
-        print(f"{folder.path}: no step is saved, begins again")
-        return None, None, None
+    elif not checkpoint:
+        print(f"{folder}: no step is saved, begins again")
+    else:
+        state = _verified(checkpoint)
+        run.made_of = state.get("made_of", {})
+        if "files" in state:
+            check_ingredients(run.made_of, run.ingredients())
+            print(f"{folder}: continues after step {state['step']}")
+        else:
+            print(f"{folder}: continues after step {state['step']}; its checkpoint is not "
+                  "verified, as it was written without extras/exact")
+
+
+def _verified(checkpoint):
+    """Return the state of a checkpoint to resume from, or raise UserError."""
     try:
         state = read_state(checkpoint)
     except UserError as error:
         raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
                         "checkpoint before") from None
     for name in RESTORED:
-        if name not in state:
+        if "files" in state and name not in state:
             raise UserError(f"{checkpoint}: another version of the project wrote it ({name} is "
                             "missing); continue with that version, or begin anew from these "
                             "weights (--model_path) with another --output_dir")
-    check_ingredients(state["made_of"], paths)
-    print(f"{folder.path}: continues after step {state['step']}")
-    return None, checkpoint, state
+    return state
 
 
-def _compare(folder, flags):
-    """Refuse other flags than the run began with. Returns True if it is to become longer.
-
-    A `max_steps` of None in the folder's `values` becomes that of the run.
-    """
-    values, path = folder.values, folder.path / CONFIG
+def _compare(run):
+    """Refuse other flags than the run began with. Returns True if it is to become longer."""
+    config, path = run.config, run.folder / CONFIG
+    flags = options(type(config))
     began = {name: convert(value, flags[name], f"{path}: {name}")
              for _, name, value in read_yaml(path) if name in flags and name not in FREE}
-    if values["max_steps"] is None:
-        values["max_steps"] = began.get("max_steps")
+    if config.max_steps is None:
+        config.max_steps = began.get("max_steps")
+    values = vars(config)
     changed = {name: old for name, old in began.items() if old != values[name]}
     if _sequences(values) == _sequences(values | began):
         for name in UPDATE:
             changed.pop(name, None)
-    longer = (values["max_steps"] or 0) > (began.get("max_steps") or 0)
-    if longer:
+    is_longer = (config.max_steps or 0) > (began.get("max_steps") or 0)
+    if is_longer:
         changed.pop("max_steps", None)
     if changed:
         differences = [f"--{name} is {values[name]!s:.200} and was {old!s:.200}"
                        for name, old in changed.items()]
         # The command names the code of this call.
-        how = "" if changed.keys() & CODE else f"; continue with: {folder.command}"
-        raise UserError(f"{folder.path}: --resume continues the run as it began (max_steps may "
+        how = "" if changed.keys() & CODE else f"; continue with: {run.command}"
+        raise UserError(f"{run.folder}: --resume continues the run as it began (max_steps may "
                         f"grow), but {', '.join(differences)}{how}")
-    return longer
-
-
-def go_back(folder, state):
-    """Take away what was written after the checkpoint, the newest one: result and log lines.
-
-    `folder` is the path of the output folder, `state` that of the checkpoint, or None without one.
-    """
-    (folder / "result.json").unlink(missing_ok=True)
-    sizes, step = (state["lines"], state["step"]) if state else ({}, 0)
-    for name in LOGS:
-        path, size = folder / name, sizes.get(name, 0)
-        if not path.exists():
-            continue
-        if step and name == EPISODES:
-            # The log may have been thinned since: the steps of its lines decide.
-            with open(path, "rb") as file:
-                size = sum(map(len, takewhile(lambda line: step_of(line) < step, file)))
-        if path.stat().st_size > size:
-            os.truncate(path, size)
+    return is_longer
 
 
 def _sequences(values):

@@ -5,19 +5,19 @@ begun, it learns from a hook of the optimizer.
 """
 import os
 import shlex
+import shutil
 import sys
 
 import core.run
-from core.config import Stop, code_flags, options, printable, say
+from core.config import Stop, code_flags, convert, options, printable, say
 from core.data import to_json
-from core.run import set_aside, write_whole
-from extras.exact.checkpoint import (RESTORED, check_room, fingerprints, ingredients, prune,
-                                     seal)
+from core.run import CONFIG, LOGS, TEMPORARY, set_aside, write_whole
+from extras.exact.checkpoint import RESTORED, check_room, fingerprints, ingredients, prune, seal
 from extras.exact.environments import data_of, sources
 from extras.exact.files import sync
-from extras.exact.output_folder import OutputFolder
+from extras.exact.output_folder import enter, has_too_many_episodes, lock, thin_episodes
 from extras.exact.process import Signals
-from extras.exact.resuming import continue_run, go_back
+from extras.exact.resuming import continue_run
 
 SAME_CALL = "the same call with resume=True"  # continues a run that no command can
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
@@ -28,12 +28,11 @@ class Run(core.run.Run):
 
     Attributes:
         command: the command that continues this run.
-        updated: True from the first update of a step to the end of the step.
+        updated: True from the first update of a step until its line is written.
         bad: updates in a row that were not finite.
         scores: {step as text: success of its evaluation}, by which the best checkpoint is kept.
-        unlogged: the line of a step that has ended and is not written yet, or None.
         made_of: {label: fingerprint} of the files that the run began with.
-        marks: {log: bytes} after the last whole step.
+        thinned: True if episodes were taken out of their log since the last checkpoint.
     """
 
     restored = RESTORED
@@ -44,31 +43,31 @@ class Run(core.run.Run):
         Raises UserError if a value is out of bounds, or the folder cannot be written, is in use, or
         holds a run that is neither to be resumed nor to be overwritten.
         """
-        self.bad, self.updated, self.unlogged, self.thinned = 0, False, None, False
-        self.made_of, self.scores, self.marks = {}, {}, {}
+        self.bad, self.updated, self.thinned = 0, False, False
+        self.made_of, self.scores = {}, {}
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
-        self.log_state = None  # that of the checkpoint to resume
+        # Python code may say "1e-4", as PyYAML reads it.
+        vars(config).update({name: convert(getattr(config, name), option, f"--{name}")
+                             for name, option in options(type(config)).items()})
         super().__init__(config, algorithm)
-        # The first rank has read what the run began with.
-        config.max_steps = self.values["max_steps"] = self.ranks.first(
-            lambda: self.values["max_steps"])
+        # The first rank has read them.
+        self.finished, config.max_steps = self.ranks.first(
+            lambda: (self.finished, config.max_steps))
 
     # -------------------------------------------------------------------------------- the folder
     def processes(self):
         ranks = super().processes()
         # Here, in every process, because an environment may change the current folder.
         self.command = self.command_to_continue(ranks)
-        self.files = OutputFolder(self.values, self.algorithm, self.command)
         return ranks
 
-    def enter(self):
-        self.files.enter()
-        if not self.values["resume"]:
-            return None, None
-        result, checkpoint, self.log_state = continue_run(
-            self.files, options(type(self.config)), self.ingredients())
-        return result, checkpoint
+    def find_checkpoint(self):
+        self.lock = enter(self.folder, self.config)
+        checkpoint = super().find_checkpoint()
+        if self.config.resume:
+            continue_run(self, checkpoint)
+        return checkpoint
 
     def command_to_continue(self, ranks) -> str:
         """Return the command that continues this run, or SAME_CALL."""
@@ -78,11 +77,12 @@ class Run(core.run.Run):
         launcher = ranks.launcher() if ranks.world > 1 else ["python"]
         command = shlex.join([*launcher, os.path.relpath(self.program), "--config",
                               os.path.join(self.config.output_dir, "config.yaml"),
-                              *code_flags(self.values), "--resume"])
+                              *code_flags(vars(self.config)), "--resume"])
         # __main__:Class or __mp_main__:Class: no program finds it.
         return SAME_CALL if "main__:" in command else command
 
     def ingredients(self):
+        """Return {label: path} of the files that this run depends on."""
         plays = hasattr(self.config, "env")
         code = sources(self.config) if plays else []
         data = data_of(self.config) if plays else []
@@ -94,12 +94,24 @@ class Run(core.run.Run):
         self.signals.run = self.signals.run or self
 
     def take_folder(self):
-        if self.values["resume"]:
-            go_back(self.folder, self.log_state)
-        self.files.begin()
+        super().take_folder()
+        if not (self.folder / ".lock").exists():
+            # It has been renamed with the run that is overwritten.
+            self.lock = lock(self.folder)
 
-    def write_config(self):
-        self.files.write_config()
+    def write_config(self, switches=""):
+        path = self.folder / CONFIG
+        # A run that is resumed without the flag still holds episodes that ran unprotected.
+        header = path.read_text("utf-8").partition("\n")[0] if path.exists() else ""
+        if getattr(self.config, "unsafe_code", False) or "--unsafe_code" in header:
+            switches = " --unsafe_code"
+        super().write_config(switches)
+
+    def restore_folder(self):
+        """Make the folder and config.yaml again if someone has removed them."""
+        if self.writes and not (self.folder / CONFIG).exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.write_config()
 
     # ------------------------------------------------------------------------------ leaving early
     def __exit__(self, kind, error, traceback):
@@ -131,23 +143,17 @@ class Run(core.run.Run):
     # ---------------------------------------------------------------------------------- the loop
     def load(self, model, tokenizer, optimizer, total):
         optimizer.register_step_pre_hook(self.begin_update)
-        self.values["max_steps"] = total
         self.begin()
         self.ranks.first(lambda: check_room(self.folder, optimizer))
-        if self.writes and not self.checkpoint:
+        if self.writes and not self.made_of:
             self.made_of = fingerprints(self.ingredients())
-        self.marks = self.files.log_sizes()
         first = super().load(model, tokenizer, optimizer, total)
         # In the loop a signal waits until nothing is lost.
         self.signals.looping = self
-        if self.unlogged:
-            # The run was stopped between a step and its line: write that line now.
-            self.write_line(first - 1, self.unlogged, {})
-            self.start_clock()
         return first
 
     def begin_update(self, *_):
-        """Called before the optimizer steps. From here to the end of the step signals wait."""
+        """Called before the optimizer steps. From here until the step's line signals wait."""
         # With several ranks one would leave here while the others update.
         if self.ranks.world == 1:
             self.check()
@@ -166,13 +172,14 @@ class Run(core.run.Run):
         self.check()
 
     def write_line(self, step, metrics, timing):
-        self.unlogged, self.updated, self.marks = metrics, False, self.files.log_sizes()
+        """Write a step's lines. The step is whole with them."""
+        self.restore_folder()
         super().write_line(step, metrics, timing)
+        self.updated = False
         # The episodes that dpo.py played are all of one step, which stays whole.
-        if self.writes and "episodes" in metrics and self.files.has_too_many_episodes():
-            self.files.thin_episodes()
+        if self.writes and "episodes" in metrics and has_too_many_episodes(self.folder):
+            thin_episodes(self.folder)
             self.thinned = True
-        self.unlogged, self.marks = None, self.files.log_sizes()
 
     def skip(self, episodes, reason):
         """Keep the episodes of what is skipped in bad_step_N.json, from which no program learns.
@@ -195,24 +202,32 @@ class Run(core.run.Run):
 
     # -------------------------------------------------------------------------------- checkpoints
     def save_is_due(self):
-        # Of a thinned log earlier checkpoints hold the wrong size: save one with the right one.
+        # Resumed from an earlier checkpoint, a run would thin the thinned log once more.
         return self.thinned or super().save_is_due()
 
     def save(self):
-        if self.writes and self.saved != self.step:
-            self.files.flush()
-        super().save()
+        """Flush the logs, and then save. Of a checkpoint that cannot be written nothing stays."""
+        if not self.writes or self.saved == self.step:
+            return super().save()
+        self.restore_folder()
+        for path in (self.folder / name for name in LOGS):
+            if path.exists():
+                sync(path)
+        try:
+            super().save()
+        finally:
+            shutil.rmtree(self.folder / "checkpoints" / TEMPORARY, ignore_errors=True)
         self.thinned = False
 
     def write_checkpoint(self, folder):
+        """Seal the checkpoint, and rename what stands in its place."""
         super().write_checkpoint(folder)
-        state = {name: getattr(self, name) for name in (*RESTORED, "algorithm")}
-        seal(folder, {**state, "lines": self.marks})
+        seal(folder)
+        place = folder.with_name(f"step_{self.step:06d}")
+        if place.exists():
+            set_aside(place)
 
-    def put_in_place(self, folder, path):
-        """Rename what stands in the checkpoint's place, and keep the last two and the best."""
-        if path.exists():
-            set_aside(path)
-        folder.rename(path)
-        sync(path.parent)
+    def prune(self):
+        """Keep the last two checkpoints and the best, once the new one is on the disk."""
+        sync(self.folder / "checkpoints")
         prune(self.folder, self.scores)

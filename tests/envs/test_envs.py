@@ -22,7 +22,6 @@ from extras.exact.environments import sources
 from extras.background import in_thread
 from core.config import UserError
 from core.run import algorithm_of
-from extras.exact.output_folder import OutputFolder
 from core.tiny import make_tiny
 
 ROOT = Path(envs.__file__).parent.parent
@@ -403,8 +402,8 @@ def test_the_record_of_unsafe_code_stays_and_its_command_repeats_it(tmp_path):
     run = grpo.Run(grpo.Config(model_path="none", output_dir=folder, unsafe_code=True), "grpo")
     assert run.command.endswith(" --unsafe_code --resume")
     run.begin()
-    for files in (run.files, OutputFolder({"output_dir": folder}, "grpo", "")):  # the second resumes without the flag
-        files.write_config()
+    for run in (run, grpo.Run(grpo.Config(model_path="none", output_dir=folder, resume=True), "grpo")):  # the second resumes without the flag
+        run.write_config()
         first = (tmp_path / "run" / "config.yaml").read_text().splitlines()[0]
         assert first == "# grpo run; `--config config.yaml --output_dir elsewhere --unsafe_code` repeats it" and algorithm_of(folder) == "grpo"
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from programs import Program
 from safetensors.torch import load_file
-from saving import load
+from saving import load, newest_checkpoint
 from test_resume import CASES, assert_equal, config, place, rewarded  # noqa: F401  (place is a fixture)
 
 import schooling
@@ -29,7 +29,6 @@ from core import run
 from core import run as core_run
 from extras.show.notes import Alarms, alarms
 from core.model import checkpoints
-from extras.exact.checkpoint import newest_checkpoint
 from core.config import options, Stop
 from core.run import OneProcess
 from layers import Run
@@ -380,7 +379,8 @@ FAULTS = [RuntimeError("broken"), KeyboardInterrupt(), MemoryError(), BrokenPipe
 PLACES = [
     ((grpo, "token_logprobs"), 3, 1),                        # the first micro-batch of step 1 (two updates of one each)
     ((grpo, "clip_grad_norm_"), 3, 1),                       # before the first update of step 1
-    ((run.Run, "write_line"), 2, 2),                         # after step 1, whose line is not written yet
+    ((run.Run, "write_line"), 2, 1),                         # after step 1, which without its line is none
+    ((run.Run, "show_step"), 2, 2),                          # after its line
     ((run.Run, "save"), 2, 2),
     ((grpo, "evaluate"), 2, 3)]                              # the last evaluation, after the last checkpoint
 

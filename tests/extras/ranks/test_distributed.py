@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from programs import Program
 from safetensors.torch import load_file
+from saving import newest_checkpoint
 from test_resume import place  # noqa: F401  (a fixture)
 
 from core import run
-from extras.exact.checkpoint import newest_checkpoint, read_state
+from extras.exact.checkpoint import read_state
 from core.run import OneProcess
 from extras.ranks import Ranks
 from extras.ranks import RankLost
