@@ -84,7 +84,7 @@ class Run:
         planned: the steps planned when the run began, the length of the learning rate's schedule.
         line: the metrics of the present step.
         before, after: what an evaluation returned before the first step and after the last.
-        rollout_seconds, rollout_tokens, played, kept: what rollouts and their sessions add up.
+        played, kept, rollout_seconds, rollout_tokens: `agent.rollout` adds to them.
         listeners: called with (step, metrics, timing) after each step.
         endings: called with the folder when the run has finished.
     """
@@ -179,8 +179,6 @@ class Run:
         if self.checkpoint:
             self.restore(self.checkpoint)
         self.saved_at = time.monotonic()
-        if self.step == total:
-            self.save()
         self.start_clock()
         return self.step
 
@@ -316,6 +314,7 @@ class Run:
         `after` is what an evaluation after the last step returned.
         """
         self.after = after
+        self.save()  # what no step has saved: of 0 steps there is a checkpoint, too
         self.show_result(next_program)
         result = {"success_before": self.before.get("success"),
                   "success_after": after.get("success"), "before": self.before, "after": after,

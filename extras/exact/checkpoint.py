@@ -15,6 +15,7 @@ from core.data import data_sources, read_json, to_json
 from core.config import reading, UserError
 from core.model import base_of, checkpoints, newest
 from core.run import KEPT, TEMPORARY, Run, write_whole
+from extras.exact.environments import data_of, sources
 from extras.exact.files import fingerprint, sync
 
 DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
@@ -49,9 +50,11 @@ def _checksum(state):
 def own_state(checkpoint) -> dict:
     """Return the content of state.json, or raise UserError if no run of ours wrote it.
 
-    Without extras/exact core writes one that has no seal.
+    Without extras/exact core writes one that has no seal. A folder may have none: {}.
     """
     path = Path(checkpoint) / "state.json"
+    if not path.exists():
+        return {}
     state = read_json(path)
     is_cores = state.keys() >= {*Run.restored} and not state.keys() & SEAL
     if not is_cores and state.pop("checksum", None) != _checksum(state):
@@ -102,7 +105,7 @@ def check_room(output_dir, optimizer):
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     size = sum(p.numel() * (p.element_size() + 8) for p in weights)
     # The last ones, the best one, and one that is being written.
-    count = KEPT + 2 - min(KEPT + 1, len(checkpoints(output_dir)))
+    count = max(KEPT + 2 - len(checkpoints(output_dir)), 1)
     needed, free = count * size, shutil.disk_usage(output_dir).free
     if needed > free:
         raise UserError(f"{output_dir}: {needed / 2**20:,.0f} MiB are needed for {count} "
@@ -111,27 +114,27 @@ def check_room(output_dir, optimizer):
 
 
 # -------------------------------------------------------------------------- what a run is made of
-def ingredients(config, sources, data, program, base):
+def ingredients(run) -> dict:
     """Return {label: path} of the files that a run depends on.
 
-    The labels of models and source files say what a file is, and not where: folders may be moved.
-
-    Args:
-        config: its model_path and DATA_FLAGS are read.
-        sources: the paths of the files that define its environment.
-        data: the paths of the files that the environment reads.
-        program: the path of the algorithm's file; what was imported from its folder counts, too.
-        base: the folder of the tiny model that was made for the run, which may not exist.
+    They are those of its model, its data and its environment, the program, and what was imported
+    from the program's folder. The labels of models and source files say what a file is, and not
+    where: folders may be moved.
     """
-    paths = _files_in(base, "base") | {path: path for path in data}
+    config = run.config
+    paths = _files_in(run.folder / "base", "base")
     if config.model_path != "tiny":
         paths |= _model_files(config.model_path)
     for name in DATA_FLAGS:
         paths |= {path: path for path, _ in data_sources(getattr(config, name, None))}
-    for path in sources:
-        place = os.path.relpath(path, os.path.dirname(sources[0]))
-        paths[f"environment {os.path.basename(path) if place.startswith('..') else place}"] = path
-    folder = os.path.dirname(os.path.abspath(program))
+    if hasattr(config, "env"):
+        paths |= {path: path for path in data_of(config)}
+        code = sources(config)
+        for path in code:
+            place = os.path.relpath(path, os.path.dirname(code[0]))
+            place = os.path.basename(path) if place.startswith("..") else place
+            paths[f"environment {place}"] = path
+    folder = os.path.dirname(os.path.abspath(run.program))
     for module in list(sys.modules.values()):
         path = os.path.abspath(getattr(module, "__file__", None) or "")
         if os.path.dirname(path) == folder:
@@ -152,8 +155,7 @@ def check_base(checkpoint, base):
         base: the folder or hub id of its base model, as it is now.
     """
     paths = _model_files(base)
-    has_state = os.path.exists(Path(checkpoint, "state.json"))
-    recorded = own_state(checkpoint).get("made_of", {}) if has_state else {}
+    recorded = own_state(checkpoint).get("made_of", {})
     for label in recorded:
         is_weights = label.startswith("base/") and label.endswith(("/config.json", ".safetensors"))
         # Of a hub model only some files may be on this machine.

@@ -16,8 +16,7 @@ def sealed(load_model):
     @wraps(load_model)
     def load(path: str, **options):
         path = newest(path)
-        if os.path.exists(os.path.join(path, "state.json")):
-            read_state(path)  # sizes and sha256
+        read_state(path)  # sizes and sha256
         if is_adapter(path):
             check_settings(path, **options)
             check_place(path, base_of(path))

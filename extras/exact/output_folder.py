@@ -74,15 +74,13 @@ def check_start(folder, values):
 
 
 # -------------------------------------------------------------------------------------- episodes
-def has_too_many_episodes(folder) -> bool:
-    """True if trajectories.jsonl is larger than EPISODE_BYTES."""
-    path = folder / EPISODES
-    return path.exists() and path.stat().st_size > EPISODE_BYTES
+def is_too_large(log) -> bool:
+    """True if a log of episodes is larger than EPISODE_BYTES."""
+    return log.exists() and log.stat().st_size > EPISODE_BYTES
 
 
-def thin_episodes(folder):
-    """Take about a quarter out of trajectories.jsonl. No step loses a part of its lines."""
-    path = folder / EPISODES
+def thin_episodes(path):
+    """Take about a quarter out of a log of episodes. No step loses a part of its lines."""
     sizes = Counter()  # step -> bytes
     with open(path, "rb") as file:
         for line in file:

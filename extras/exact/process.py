@@ -25,12 +25,12 @@ class Signals:
 
     Attributes:
         active: the one that is open, or None.
-        signum: the number of the signal that came, or None.
+        signum, name: those of the signal that came, or None.
         run: the first run that has begun inside. Its command continues all.
         looping: the run whose steps are taken now: `run`, or one inside it and a part of it.
     """
 
-    active = signum = run = looping = None
+    active = signum = name = run = looping = None
 
     def __enter__(self):
         Signals.active = self
@@ -52,17 +52,12 @@ class Signals:
     def handle(self, signum, _):
         if self.signum:
             os._exit(128 + signum)
-        self.signum = signum
+        self.signum, self.name = signum, signal.Signals(signum).name
         if not self.looping:
             raise self.stop()
         with suppress(OSError):
             # print() may not be called again while it is interrupted, os.write() may.
             os.write(2, NOTICE)
-
-    @property
-    def name(self):
-        """The name of the signal that came."""
-        return signal.Signals(self.signum).name
 
     def stop(self):
         """Return the Stop that ends the process."""
@@ -72,7 +67,6 @@ class Signals:
             where = "" if inside is self.run else f" in {inside.folder}"
             how = f" after step {inside.step}{where}; continue with: {self.run.command}"
         return Stop(f"stopped by {self.name}{how}", 128 + self.signum)
-
 
     def end_of(self, error):
         """Return the Stop that says what ended the program, or None if the error itself does."""

@@ -2,7 +2,7 @@
 from core.config import CODE, ONCE, UserError, convert, options, read_yaml
 from core.data import read_json
 from core.run import CONFIG, algorithm_of
-from extras.exact.checkpoint import RESTORED, fingerprints, read_state
+from extras.exact.checkpoint import RESTORED, fingerprints, ingredients, read_state
 
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
@@ -39,7 +39,7 @@ def continue_run(run, checkpoint):
         state = _verified(checkpoint)
         run.made_of = state.get("made_of", {})
         if "files" in state:
-            check_ingredients(run.made_of, run.ingredients())
+            check_ingredients(run.made_of, ingredients(run))
             print(f"{folder}: continues after step {state['step']}")
         else:
             print(f"{folder}: continues after step {state['step']}; its checkpoint is not "

@@ -11,15 +11,13 @@ import sys
 import core.run
 from core.config import Stop, code_flags, convert, options, printable, say
 from core.data import to_json
-from core.run import CONFIG, LOGS, TEMPORARY, set_aside, write_whole
+from core.run import CONFIG, EPISODES, LOGS, TEMPORARY, set_aside, write_whole
 from extras.exact.checkpoint import RESTORED, check_room, fingerprints, ingredients, prune, seal
-from extras.exact.environments import data_of, sources
 from extras.exact.files import sync
-from extras.exact.output_folder import enter, has_too_many_episodes, lock, thin_episodes
+from extras.exact.output_folder import enter, is_too_large, lock, thin_episodes
 from extras.exact.process import Signals
 from extras.exact.resuming import continue_run
 
-SAME_CALL = "the same call with resume=True"  # continues a run that no command can
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
 
 
@@ -27,7 +25,7 @@ class Run(core.run.Run):
     """A run with a lock, signals, sealed checkpoints and the files of bad steps.
 
     Attributes:
-        command: the command that continues this run.
+        command: the command that continues this run, or what does where no command can.
         updated: True from the first update of a step until its line is written.
         bad: updates in a row that were not finite.
         scores: {step as text: success of its evaluation}, by which the best checkpoint is kept.
@@ -56,12 +54,6 @@ class Run(core.run.Run):
             lambda: (self.finished, config.max_steps))
 
     # -------------------------------------------------------------------------------- the folder
-    def processes(self):
-        ranks = super().processes()
-        # Here, in every process, because an environment may change the current folder.
-        self.command = self.command_to_continue(ranks)
-        return ranks
-
     def find_checkpoint(self):
         self.lock = enter(self.folder, self.config)
         checkpoint = super().find_checkpoint()
@@ -69,24 +61,20 @@ class Run(core.run.Run):
             continue_run(self, checkpoint)
         return checkpoint
 
-    def command_to_continue(self, ranks) -> str:
-        """Return the command that continues this run, or SAME_CALL."""
+    def processes(self):
+        """Set the command, too: in every process, before an environment changes the folder."""
+        ranks = super().processes()
         # A notebook's own Config has no file.
         module = sys.modules[type(self.config).__module__]
         self.program = getattr(module, "__file__", f"{self.algorithm}.py")
         launcher = ranks.launcher() if ranks.world > 1 else ["python"]
-        command = shlex.join([*launcher, os.path.relpath(self.program), "--config",
-                              os.path.join(self.config.output_dir, "config.yaml"),
-                              *code_flags(vars(self.config)), "--resume"])
+        path = os.path.join(self.config.output_dir, CONFIG)
+        self.command = shlex.join([*launcher, os.path.relpath(self.program), "--config", path,
+                                   *code_flags(vars(self.config)), "--resume"])
         # __main__:Class or __mp_main__:Class: no program finds it.
-        return SAME_CALL if "main__:" in command else command
-
-    def ingredients(self):
-        """Return {label: path} of the files that this run depends on."""
-        plays = hasattr(self.config, "env")
-        code = sources(self.config) if plays else []
-        data = data_of(self.config) if plays else []
-        return ingredients(self.config, code, data, self.program, self.folder / "base")
+        if "main__:" in self.command:
+            self.command = "the same call with resume=True"
+        return ranks
 
     def begin(self):
         """Take the folder. From then on there is a command that continues the run."""
@@ -146,7 +134,7 @@ class Run(core.run.Run):
         self.begin()
         self.ranks.first(lambda: check_room(self.folder, optimizer))
         if self.writes and not self.made_of:
-            self.made_of = fingerprints(self.ingredients())
+            self.made_of = fingerprints(ingredients(self))
         first = super().load(model, tokenizer, optimizer, total)
         # In the loop a signal waits until nothing is lost.
         self.signals.looping = self
@@ -177,8 +165,9 @@ class Run(core.run.Run):
         super().write_line(step, metrics, timing)
         self.updated = False
         # The episodes that dpo.py played are all of one step, which stays whole.
-        if self.writes and "episodes" in metrics and has_too_many_episodes(self.folder):
-            thin_episodes(self.folder)
+        log = self.folder / EPISODES
+        if self.writes and "episodes" in metrics and is_too_large(log):
+            thin_episodes(log)
             self.thinned = True
 
     def skip(self, episodes, reason):

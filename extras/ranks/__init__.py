@@ -155,20 +155,14 @@ class Ranks(OneProcess):
         return tensor
 
     def all_reduce(self, model, metrics):
-        self.add_gradients(model)
-        return self.total(metrics)
-
-    def add_gradients(self, model):
-        """Make p.grad the sum of all ranks' gradients, in one flat all-reduce.
-
-        A rank without a share adds zeros.
-        """
+        """Add up the gradients in one flat all-reduce, to which a rank without a share adds zeros."""
         weights = [p for p in model.parameters() if p.requires_grad]
         for p in weights:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         gradients = [p.grad for p in weights]
         vector_to_parameters(self.add(parameters_to_vector(gradients)), gradients)
+        return self.total(metrics)
 
     def check_alike(self, weights):
         """Raise UserError if the ranks start from different weights."""

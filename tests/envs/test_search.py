@@ -12,6 +12,7 @@ from envs.corpus import Corpus, read_corpus
 from envs.search import FORMS, Search, draw_facts, f1, normalized, read_archive
 from envs.tasks import load_tasks
 from extras.exact.checkpoint import fingerprints
+from extras.exact.checkpoint import ingredients as ingredients_of
 from core.config import UserError
 from extras.exact.resuming import check_ingredients
 from layers import Run
@@ -135,7 +136,7 @@ def test_a_run_is_not_resumed_on_other_documents(tmp_path):
 
     def ingredients():
         config = grpo.settle(grpo.Config(env="equations,search", env_options=f"corpus={tmp_path / 'docs'}", output_dir=str(tmp_path / "run")))
-        return Run(config, "grpo").ingredients()
+        return ingredients_of(Run(config, "grpo"))
     began = fingerprints(ingredients())
     (tmp_path / "docs" / ".DS_Store").write_text("Finder")
     check_ingredients(began, ingredients())
