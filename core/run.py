@@ -147,14 +147,8 @@ class Run:
             print(f"{self.folder}: the run that was there is now {set_aside(self.folder)}")
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "result.json").unlink(missing_ok=True)
-        first = int(self.checkpoint.name[5:]) if self.checkpoint else 0
-        for path in (self.folder / name for name in LOGS):
-            if path.exists():
-                with open(path, encoding="utf-8") as file:
-                    # A line that was cut has no end.
-                    kept = [line for line in file
-                            if line.endswith("\n") and json.loads(line)["step"] < first]
-                write_whole(path, "".join(kept))
+        for name in LOGS:
+            cut_log(self.folder / name, int(self.checkpoint.name[5:]) if self.checkpoint else 0)
         self.write_config()
 
     def write_config(self, switches=""):
@@ -186,7 +180,8 @@ class Run:
         """Continue from a checkpoint."""
         load_weights(self.model, checkpoint)
         state = read_json(checkpoint / "state.json")
-        load_optimizer(self.optimizer, checkpoint / "optimizer.safetensors", state.get("groups", []))
+        groups = state.get("groups", [])
+        load_optimizer(self.optimizer, checkpoint / "optimizer.safetensors", groups)
         for name in self.restored:
             # What another layer or version has not written stays as it is.
             setattr(self, name, state.get(name, getattr(self, name)))
@@ -358,6 +353,16 @@ def write_whole(path: Path, text: str):
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.write_bytes(text.encode())
     temporary.replace(path)
+
+
+def cut_log(path: Path, step: int):
+    """Take the lines of this step and of later ones out of a log."""
+    if path.exists():
+        with open(path, encoding="utf-8") as file:
+            # A line that was cut has no end.
+            kept = [line for line in file
+                    if line.endswith("\n") and json.loads(line)["step"] < step]
+        write_whole(path, "".join(kept))
 
 
 def optimizer_tensors(optimizer) -> dict:

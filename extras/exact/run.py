@@ -11,7 +11,7 @@ import sys
 import core.run
 from core.config import Stop, code_flags, convert, options, printable, say
 from core.data import to_json
-from core.run import CONFIG, EPISODES, LOGS, TEMPORARY, set_aside, write_whole
+from core.run import CONFIG, EPISODES, LOGS, TEMPORARY, cut_log, set_aside, write_whole
 from extras.exact.checkpoint import RESTORED, check_room, fingerprints, ingredients, prune, seal
 from extras.exact.files import sync
 from extras.exact.output_folder import enter, is_too_large, lock, thin_episodes
@@ -26,7 +26,8 @@ class Run(core.run.Run):
 
     Attributes:
         command: the command that continues this run, or what does where no command can.
-        updated: True from the first update of a step until its line is written.
+        updated: True from the first update of a step until its lines are written.
+        unwritten: the arguments of `write_line` while it writes, else None.
         bad: updates in a row that were not finite.
         scores: {step as text: success of its evaluation}, by which the best checkpoint is kept.
         made_of: {label: fingerprint} of the files that the run began with.
@@ -41,7 +42,7 @@ class Run(core.run.Run):
         Raises UserError if a value is out of bounds, or the folder cannot be written, is in use, or
         holds a run that is neither to be resumed nor to be overwritten.
         """
-        self.bad, self.updated, self.thinned = 0, False, False
+        self.bad, self.updated, self.unwritten, self.thinned = 0, False, None, False
         self.made_of, self.scores = {}, {}
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
@@ -111,6 +112,10 @@ class Run(core.run.Run):
         looping, self.signals.looping = self.signals.looping is self, None
         if not error or not looping:
             return
+        if self.unwritten and self.writes:
+            for name in LOGS[:2]:
+                cut_log(self.folder / name, self.unwritten[0])
+            self.write_line(*self.unwritten)
         if not self.updated:
             self.save()
         if isinstance(error, Stop):
@@ -162,8 +167,9 @@ class Run(core.run.Run):
     def write_line(self, step, metrics, timing):
         """Write a step's lines. The step is whole with them."""
         self.restore_folder()
+        self.unwritten = step, metrics, timing
         super().write_line(step, metrics, timing)
-        self.updated = False
+        self.unwritten, self.updated = None, False
         # The episodes that dpo.py played are all of one step, which stays whole.
         log = self.folder / EPISODES
         if self.writes and "episodes" in metrics and is_too_large(log):

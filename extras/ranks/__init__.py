@@ -155,7 +155,7 @@ class Ranks(OneProcess):
         return tensor
 
     def all_reduce(self, model, metrics):
-        """Add up the gradients in one flat all-reduce, to which a rank without a share adds zeros."""
+        """Add up the gradients in one flat all-reduce. A rank without a share adds zeros."""
         weights = [p for p in model.parameters() if p.requires_grad]
         for p in weights:
             if p.grad is None:

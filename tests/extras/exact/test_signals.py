@@ -33,6 +33,7 @@ from core.config import options, Stop
 from core.run import OneProcess
 from layers import Run
 from extras.exact.process import Signals
+from extras.show import run as show_run
 from core.engine import Engine
 
 ROOT = Path(run.__file__).parent.parent
@@ -379,8 +380,9 @@ FAULTS = [RuntimeError("broken"), KeyboardInterrupt(), MemoryError(), BrokenPipe
 PLACES = [
     ((grpo, "token_logprobs"), 3, 1),                        # the first micro-batch of step 1 (two updates of one each)
     ((grpo, "clip_grad_norm_"), 3, 1),                       # before the first update of step 1
-    ((run.Run, "write_line"), 2, 1),                         # after step 1, which without its line is none
-    ((run.Run, "show_step"), 2, 2),                          # after its line
+    ((run.Run, "write_line"), 2, 2),                         # after step 1, whose line is not written yet
+    ((run.Run, "append"), 6, 2),                             # its timing, after its episodes and its line
+    ((show_run.Run, "show_step"), 2, 2),
     ((run.Run, "save"), 2, 2),
     ((grpo, "evaluate"), 2, 3)]                              # the last evaluation, after the last checkpoint
 
