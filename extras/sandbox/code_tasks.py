@@ -1,223 +1,121 @@
 """Tasks of writing a function: a generator of them, and rows in the form of HumanEval and of MBPP.
 
-A family is a plain function below. Its argument is drawn by the annotation, a kind of input. Its
-keyword-only arguments become constants of the task, and their annotations are the choices. From
-
-    def sum_above(numbers: numbers, *, k: range(-5, 40)) -> int:
-        \"""Return the sum of the numbers that are greater than {k}.\"""
-
-comes the task "def sum_above(numbers: list[int]) -> int: Return the sum of the numbers that are
-greater than 7.", with its reference solution and with calls whose values the family computed.
+The families of the generator are in code_tasks.json, level -> name -> family. An argument is drawn
+by "input", a kind of input below, and the constants are drawn from the choices that stand there. So
+"Return the sum of the numbers that are greater than {k}." becomes a task with 7 in place of {k},
+with its reference solution and with calls whose values the solution computed.
 A row has the columns of HumanEval, but that its "prompt" is our "question": in TRL and here
 "prompt" is a column of messages.
 """
 import ast
-import inspect
+import json
 import random
 import re
 import zlib
 from contextlib import suppress
-from functools import cache
 from io import StringIO
+from pathlib import Path
 from tokenize import STRING, generate_tokens
 
 from envs.gsm8k import parse
 from extras.sandbox.sandbox_child import encode
 
+LEVELS = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 TESTS = 10  # calls of a generated task
 
 
 # --------------------------------------------------------------------------------- kinds of input
-def numbers(rng) -> list[int]:
+def numbers(rng):
     return rng.choices(range(-20, 61), k=rng.randint(0, 9))
 
 
-def word(rng) -> str:
+def word(rng):
     return "".join(rng.choices("aabcdeeilnorst", k=rng.randint(1, 8)))
 
 
-def text(rng) -> str:
+def text(rng):
     return " ".join(word(rng) for _ in range(rng.randint(0, 7)))
 
 
-def runs(rng) -> str:
-    return "".join(rng.choice("abc") * rng.randint(1, 5) for _ in range(rng.randint(0, 5)))
+def runs(rng):
+    letters = ""
+    for _ in range(rng.randint(0, 5)):
+        letters += rng.choice("abc") * rng.randint(1, 5)
+    return letters
 
 
-def brackets(rng) -> str:
+def brackets(rng):
     return "".join(rng.choices("()()[]x", k=rng.randint(0, 8)))
 
 
-def settings(rng) -> str:
+def settings(rng):
     names = dict.fromkeys(word(rng) for _ in range(rng.randint(0, 5)))
     return ";".join(f"{name}={rng.randint(-9, 99)}" for name in names)
 
 
-def positive(rng) -> int:
+def positive(rng):
     return rng.randint(1, 500)
 
 
-def small(rng) -> int:
+def small(rng):
     return rng.randint(0, 15)
 
 
-# -------------------------------------------------------------------------------- level 1: one idea
-def sum_above(numbers: numbers, *, k: range(-5, 40)) -> int:
-    """Return the sum of the numbers that are greater than {k}."""
-    return sum(number for number in numbers if number > k)
-
-
-def long_words(text: text, *, k: range(1, 8), end: "aelnrst") -> list[str]:
-    """Return the words of more than {k} letters that do not end in "{end}", in order."""
-    return [word for word in text.split() if len(word) > k and not word.endswith(end)]
-
-
-def digit_sum(n: positive, *, base: range(2, 17), factor: range(1, 10)) -> int:
-    """Return {factor} times the sum of the digits of n written in base {base}."""
-    total = 0
-    while n:
-        total += n % base
-        n //= base
-    return factor * total
-
-
-# ----------------------------------------------------------------------------- level 2: some steps
-def shift_letters(text: text, *, k: range(1, 26), skip: "aeiost") -> str:
-    """Move each letter {k} places on in a to z, z before a, but leave "{skip}" as it is."""
-    def shifted(letter):
-        if letter == skip or not letter.isalpha():
-            return letter
-        return chr((ord(letter) - ord("a") + k) % 26 + ord("a"))
-
-    return "".join(shifted(letter) for letter in text)
-
-
-def run_lengths(runs: runs, *, k: range(1, 5), mark: "*+#-.:") -> str:
-    """Write each run of one letter as letter, "{mark}", length; leave out those below {k}."""
-    lengths = []
-    for letter in runs:
-        if lengths and lengths[-1][0] == letter:
-            lengths[-1][1] += 1
-        else:
-            lengths.append([letter, 1])
-    return "".join(f"{letter}{mark}{length}" for letter, length in lengths if length >= k)
-
-
-def chunk_sums(numbers: numbers, *, k: range(2, 6), weight: range(1, 8)) -> list[int]:
-    """Cut the numbers into pieces of {k} (the last is the rest); return {weight} times each sum."""
-    return [weight * sum(numbers[i:i + k]) for i in range(0, len(numbers), k)]
-
-
-def halve_or_grow(n: positive, *, factor: (3, 5, 7), add: (1, 3, 5, 7), steps: range(2, 9)) -> int:
-    """Halve n if it is even, else take {factor} n + {add}; return n after {steps} such steps."""
-    for _ in range(steps):
-        n = n // 2 if n % 2 == 0 else factor * n + add
-    return n
-
-
-def read_settings(settings: settings, *, low: range(-9, 40), add: range(0, 9)) -> dict[str, int]:
-    """Read "name=number;..." into a dict; drop numbers below {low}, and add {add} to the others."""
-    values = {}
-    for item in settings.split(";"):
-        name, equals, value = item.partition("=")
-        if equals and int(value) >= low:
-            values[name] = int(value) + add
-    return values
-
-
-def nesting(brackets: brackets, *, opening: "([", limit: range(1, 5), bad: range(-9, 0)) -> int:
-    """Only "{opening}" counts: return how deep it nests, at most {limit}; {bad} if unbalanced."""
-    closing = {"(": ")", "[": "]"}[opening]
-    depth = deepest = 0
-    for letter in brackets:
-        depth += (letter == opening) - (letter == closing)
-        deepest = max(deepest, depth)
-        if depth < 0:
-            return bad
-    return bad if depth else min(deepest, limit)
-
-
-# -------------------------------------------------------------------- level 3: dynamic programming
-def count_ways(n: small, *, steps: ((1, 2), (1, 3), (2, 3), (1, 2, 3), (2, 5), (1, 4), (1, 2, 5)),
-               modulus: range(50, 100)) -> int:
-    """Return how many sequences of steps out of {steps} sum to n, modulo {modulus}."""
-    ways = [1] + [0] * n
-    for total in range(1, n + 1):
-        ways[total] = sum(ways[total - step] for step in steps if step <= total) % modulus
-    return ways[n]
-
-
-def best_apart(numbers: numbers, *, gap: range(1, 5), fee: range(0, 12)) -> int:
-    """Choose numbers (or none) over {gap} places apart, each for a fee of {fee}: the best sum."""
-    best = [0]
-    for i, number in enumerate(numbers):
-        before = best[max(0, i - gap)]
-        best.append(max(best[i], before + number - fee))
-    return best[-1]
-
-
-def longest_rise(numbers: numbers, *, step: range(0, 9), start: range(-20, 20, 2)) -> int:
-    """Length of the longest subsequence of numbers from {start} that rises by more than {step}."""
-    lengths = []
-    for i, number in enumerate(numbers):
-        earlier = [lengths[j] for j in range(i) if number - numbers[j] > step]
-        lengths.append(0 if number < start else 1 + max(earlier, default=0))
-    return max(lengths, default=0)
-
-
-LEVELS = {
-    "1": (sum_above, long_words, digit_sum),
-    "2": (shift_letters, run_lengths, chunk_sums, halve_or_grow, read_settings, nesting),
-    "3": (count_ways, best_apart, longest_rise),
-}
+INPUTS = {"numbers": numbers, "text": text, "runs": runs, "brackets": brackets,
+          "settings": settings, "positive": positive, "small": small}
 
 
 # -------------------------------------------------------------------------------------- generation
 def generate(levels: list[str], split: str, n: int, seed: int) -> list[dict]:
     """Return n rows. A fifth of a family's constants, by hash, is the test split."""
-    families = [family for level in levels for family in LEVELS[level]]
+    families = []
+    for level in levels:
+        families += LEVELS[level].items()
     rng = random.Random(f"{seed} {split}")
     rows = []
     while len(rows) < n:
-        family = families[len(rows) % len(families)]
-        _, *choices, _ = family.__annotations__.items()
-        constants = {name: rng.choice(values) for name, values in choices}
-        is_test = zlib.crc32(f"{family.__name__} {constants}".encode()) % 5 == 0
+        name, family = families[len(rows) % len(families)]
+        constants = {}
+        for key, choices in family["constants"].items():
+            constants[key] = _draw(choices, rng)
+        is_test = zlib.crc32(f"{name} {constants}".encode()) % 5 == 0
         if is_test == (split == "test"):
-            rows.append(_task(family, constants, rng))
+            rows.append(_task(name, family, constants, rng))
     return rows
 
 
-def _task(family, constants: dict, rng) -> dict:
+def _draw(choices, rng):
+    """Return one of the choices, which are a list, letters, or {"range": its arguments}."""
+    if isinstance(choices, dict):
+        choices = range(*choices["range"])
+    value = rng.choice(choices)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _task(name: str, family: dict, constants: dict, rng) -> dict:
     """Return the row of one family with these constants."""
-    name = family.__name__
-    [(argument, kind), *_] = family.__annotations__.items()
-    question = (f"def {name}({argument}: {_type_name(kind)}) -> {_type_name(family)}:\n"
-                f'    """{family.__doc__.format(**constants)}"""\n')
-    assigned = "".join(f"    {key} = {value!r}\n" for key, value in constants.items())
+    question = f'{family["head"]}\n    """{family["asks"].format(**constants)}"""\n'
+    solution = question
+    for key, value in constants.items():
+        solution += f"    {key} = {value!r}\n"
+    solution += "\n".join(family["body"]) + "\n"
+    defined = {}
+    exec(solution, defined)
     # Last one call for each value: a function that always returns the same fails a hidden test.
     values, one_each = {}, {}
     for _ in range(3 * TESTS):
-        drawn = kind(rng)
-        call, value = repr(drawn), repr(family(drawn, **constants))
+        drawn = INPUTS[family["input"]](rng)
+        call, value = repr(drawn), repr(defined[name](drawn))
         values[call] = value
         one_each.setdefault(value, call)
         if len(one_each) == TESTS:
             break
     tests = list(dict.fromkeys([*one_each.values(), *values]))[:TESTS]
-    asserts = [f"    assert candidate({call}) == {values[call]}\n" for call in reversed(tests)]
+    check = "def check(candidate):\n"
+    for call in reversed(tests):
+        check += f"    assert candidate({call}) == {values[call]}\n"
     return {"task_id": f"{name} {constants}", "question": question, "entry_point": name,
-            "canonical_solution": question + assigned + _body(family),
-            "test": "def check(candidate):\n" + "".join(asserts)}
-
-
-@cache
-def _body(function) -> str:
-    return inspect.getsource(function).split('"""')[2].lstrip("\n")
-
-
-def _type_name(function) -> str:
-    return inspect.formatannotation(function.__annotations__["return"])
+            "canonical_solution": solution, "test": check}
 
 
 # --------------------------------------------------------------------------------- rows of a file

@@ -25,7 +25,7 @@ try:
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-FAMILIES = [family for level in LEVELS.values() for family in level]
+FAMILIES = {name: family for level in LEVELS.values() for name, family in level.items()}
 DOUBLE = {"question": "def double(x):\n    \"\"\"Double x.\"\"\"\n", "entry_point": "double", "canonical_solution": "def double(x):\n    return 2 * x\n",
           "test": "def check(candidate):\n" + "".join(f"    assert candidate({x}) == {2 * x}\n" for x in (7, 11, 13, 17, 19, 23))}
 
@@ -54,14 +54,14 @@ def expert(task, **reset):
 
 # ------------------------------------------------------------------------------------------------------------------- tasks
 def test_families_levels_and_splits():
-    assert len(FAMILIES) == len({family.__name__ for family in FAMILIES}) >= 12
+    assert len(FAMILIES) == sum(map(len, LEVELS.values())) >= 12
     train, test = Code._tasks("train", 400, 0), Code._tasks("test", 400, 1)
     assert train == Code._tasks("train", 400, 0) != Code._tasks("train", 400, 2) and len(train) == 400 == len(test)
-    assert {row["entry_point"] for row in train} == {row["entry_point"] for row in test} == {family.__name__ for family in FAMILIES}
+    assert {row["entry_point"] for row in train} == {row["entry_point"] for row in test} == FAMILIES.keys()
     assert not {row["question"] for row in train} & {row["question"] for row in test}
     assert not {row["canonical_solution"] for row in train} & {row["canonical_solution"] for row in test}
     easy = envs.with_options(Code, {"levels": "1"})
-    assert {row["entry_point"] for row in easy._tasks("train", 50, 0)} == {family.__name__ for family in LEVELS["1"]}
+    assert {row["entry_point"] for row in easy._tasks("train", 50, 0)} == LEVELS["1"].keys()
     assert len(Code._tasks("train", None, 0)) == 1000
 
 
@@ -72,7 +72,9 @@ def test_the_question_of_nesting_says_that_the_other_kind_of_bracket_does_not_co
 
 def test_the_question_of_best_apart_says_that_none_may_be_chosen():
     [row] = [row for row in code_tasks.generate(["3"], "train", 3, 0) if row["entry_point"] == "best_apart"]
-    assert "Choose numbers (or none) over" in row["question"] and code_tasks.best_apart([-3, -1], gap=1, fee=2) == 0
+    solution = {}
+    exec(row["canonical_solution"], solution)
+    assert "Choose numbers (or none) over" in row["question"] and solution["best_apart"]([-3, -1]) == 0
 
 
 def test_no_name_of_the_settings_comes_twice():
@@ -96,10 +98,10 @@ def test_the_generator_is_fast():
     assert time.process_time() - began < 2
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
-def test_the_expert_solves_every_family(family, monkeypatch):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_expert_solves_every_family(name, monkeypatch):
     """With the full reward: the reference is right, efficient and clean. A constant, or the argument itself, is not right."""
-    monkeypatch.setattr(code_tasks, "LEVELS", {"1": (family,)})
+    monkeypatch.setattr(code_tasks, "LEVELS", {"1": {name: FAMILIES[name]}})
     for row in code_tasks.generate(["1"], "train", 3, 5):
         tests = read_tests(row["test"], row["entry_point"])
         assert len(tests) == 10 and "{" not in row["question"].split('"""')[1] and max(map(len, row["canonical_solution"].splitlines())) <= 120
