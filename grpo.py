@@ -2,8 +2,8 @@
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
 updates the policy with the clipped probability ratio times the advantage. The equations above it
-are pure functions. Left out: adaptive KL coefficients, value networks, DAPO's overlong filtering
-(its penalty is `--rewards length`), and TRL's bnpo, which divides by the tokens of a micro-batch.
+are pure functions. Left out: adaptive KL coefficients, value networks, TRL's bnpo, and DAPO's
+overlong filtering, whose penalty is `--rewards length`.
 
     python grpo.py                            the tiny model, from nothing: 3 minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
@@ -14,8 +14,7 @@ is stop_gradient. Five names for log-probs of the same tokens:
 
     logprobs            of the policy in training
     sampled_logprobs    of the sampler, when the episode was played
-    trainer_logprobs    of the policy before the step's updates, by the trainer's forward pass: they
-                        differ from the sampler's by rounding, engine, version (--rollout_ahead)
+    trainer_logprobs    of the policy before the step's updates, by the trainer's forward pass
     old_logprobs        the ratio's denominator: sampled, or trainer with --importance_correction
     ref_logprobs        of the policy that this run started from, for the KL penalty
 """
@@ -25,12 +24,11 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, Run, load_model
+from layers import LayerFlags, Run, collect_groups, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
                          options_for)
 from envs.tasks import RolloutFlags, train_and_held_out
-from core.data import (cheapest_order, collate, collect_groups, group_shares, members, per_token,
-                       unusable)
+from core.data import cheapest_order, collate, group_shares, members, per_token, unusable
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -71,8 +69,7 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
 
 # A credit function takes B episodes (`agent.Trajectory`: rewards of its turns, group_id, messages,
 # info) and the options of `group_advantages`. It returns the advantages of all turns in one tensor,
-# episode after episode. Turn k is the k-th assistant
-# message after the prompt.
+# episode after episode. Turn k is the k-th assistant message after the prompt.
 def episode_credit(episodes, **options):
     """Give all turns their episode's advantage: outcome supervision (2402.03300 section 4.1.2)."""
     totals = torch.tensor([math.fsum(t.rewards) for t in episodes])  # (B,)
@@ -256,6 +253,7 @@ LOSSES = {
 }
 # Each paper's clip range and scale, by --loss and --credit. Not set: GRPO's KL (--kl_coef 0.04
 # --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99).
+# 16-bit rounding alone leaves the clip ranges of gspo and luspo, and so their ratio is corrected.
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
@@ -263,9 +261,6 @@ PAPER_SETTINGS = {
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3, "importance_correction": 2.0},
     "rloo": {"scale_rewards": "none"},
 }
-# With --sampler another engine samples, and rounds differently. 2 is the cap of verl's examples;
-# vespo has a weight of its own. 16-bit rounding alone leaves the clip ranges of gspo and luspo.
-SAMPLER = {"importance_correction": 2.0}
 # What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
 # make the policy drift; a KL penalty prevents that. Gradient norms are 0.02: 0.05 clips outliers.
 TINY = {"learning_rate": 4e-3, "kl_coef": 0.1, "updates_per_step": 2, "max_grad_norm": 0.05,
@@ -274,14 +269,8 @@ DEFAULT_STEPS = 36
 
 
 # ----------------------------------------------------------------------------------------- config
-def lower_clip(config):
-    """as clip_eps_low"""  # --help prints it as the default
-    return config.clip_eps_low
-
-
-# The fields that all algorithms share stand in core/config.py. An `auto` field that the user
-# leaves open is None until `settle` fills it: from the loss's paper, TINY or the environment, else
-# with the default that stands here.
+# The fields that all algorithms share stand in core/config.py. An `auto` field that the user leaves
+# open is None until `settle` fills it, from the paper, TINY or the environment, or as stated here.
 @dataclass(kw_only=True)
 class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "GRPO"
@@ -290,14 +279,13 @@ class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     group_size: int = flag(8, "episodes of each task", low=2)
     success_rate_lb: float = flag(0.0, "replace groups with a lower success rate", low=0, high=1)
     success_rate_ub: float = flag(1.0, "replace groups with a higher success rate", low=0, high=1)
-    loss: str = flag("grpo", "also sets its paper's clip range and scale where no flag does",
+    loss: str = flag("grpo", "sets its paper's clip range (cispo, sapo, vespo: none) and scale",
                      choices=LOSSES, aliases=("loss_type",))
     credit: str = flag("episode", "how rewards become advantages", choices=CREDITS)
     scale_rewards: str | None = auto("group", "whose std divides the advantages",
                                      choices=("group", "batch", "none"))
-    clip_eps_low: float | None = auto(0.2, "ratio from 1 - this; cispo, sapo, vespo have none",
-                                      above=0, aliases=("clip_eps",))
-    clip_eps_high: float | None = auto(lower_clip, "ratio up to 1 + this", above=0)
+    clip_eps_low: float | None = auto(0.2, "ratio from 1 - this", above=0, aliases=("clip_eps",))
+    clip_eps_high: float | None = auto(None, "ratio up to 1 + this; default: clip_eps_low", above=0)
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
     kl_estimator: str = flag("k3_ratio", "estimator of that KL", choices=("k2", "k3", "k3_ratio"))
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
@@ -314,22 +302,13 @@ def settle(config):
     """Fill in what the loss, the model and the environment decide; refuse options that clash."""
     papers = [PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)]
     tiny = TINY if is_tiny(config.model_path) else {}
-    sampler = SAMPLER if config.sampler and config.loss != "vespo" else {}
     # The first table that has a field wins, and what the user said wins over all.
-    config = fill(config, *papers, tiny, sampler, envs.limits(config.env))
+    config = fill(config, *papers, tiny, envs.limits(config.env))
+    config.clip_eps_high = config.clip_eps_high or config.clip_eps_low
     if config.loss == "vespo" and config.importance_correction:
         raise UserError("--importance_correction: vespo weights by policy / sampler; leave it out")
     if config.success_rate_lb > config.success_rate_ub:
         raise UserError("--success_rate_lb is above --success_rate_ub: no group lies between")
-    if config.rollout_ahead and not config.sampler:
-        raise UserError("--rollout_ahead needs --sampler: this process's engine plays with the "
-                        "weights that the update changes")
-    # batch_size decides memory, rounding and what dropout draws; accumulation has to agree with it.
-    sequences, size = config.tasks_per_step * config.group_size, config.batch_size
-    steps = config.gradient_accumulation_steps
-    if steps and steps * size != sequences:
-        raise UserError(f"a step has {sequences} sequences, but batch_size {size} x "
-                        f"gradient_accumulation_steps {steps} = {steps * size}")
     return config
 
 
@@ -340,8 +319,7 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
 
     The KL shares the normalizer, and the entropy is a mean over tokens for every loss. All tensors
     are (b, T); without kl_coef ref_logprobs is None. Returns the loss, and metrics that add up over
-    the micro-batches: the loss, and means over tokens. approx_kl is KL(old || policy), and gap how
-    far the log-probs are from the sampler's, if those are given.
+    the micro-batches. approx_kl is KL(old || policy), and gap is |logprobs - sampled_logprobs|.
     """
     surrogate, normalizer = LOSSES[config.loss]
     log_ratio = masked(logprobs - old_logprobs, mask)
@@ -388,9 +366,6 @@ def train(config: Config) -> dict:
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run, model))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **play.keywords)
-    collect = collect_groups
-    if config.rollout_ahead:  # the next step's groups are played while this one is learned from
-        from extras.vllm.ahead import collect_groups as collect
     total = steps_of(config, len(tasks) / config.tasks_per_step, DEFAULT_STEPS)
     with run:
         for step in range(run.load(model, tokenizer, optimizer, total), total):
@@ -400,7 +375,7 @@ def train(config: Config) -> dict:
                 group["lr"] = scheduled(group["initial_lr"], step, run.planned)
             run.log(learning_rate=optimizer.param_groups[0]["lr"])
             # 1. Rollout: group_size episodes of each drawn task.
-            episodes = collect(play, tasks, config, step, run)
+            episodes = collect_groups(play, tasks, config, step, run)
             if reason := unusable(episodes):
                 run.skip(episodes, reason)
                 run.end_step(step)

@@ -253,8 +253,8 @@ def make_engine(model, *, tokens: int, kind=Engine, top_k=0, top_p=1.0, **option
 
 def sampler_of(config, run=None):
     """Return the engine that --sampler names, or None for that of `make_engine`."""
-    if getattr(config, "sampler", None):
-        raise UserError("--sampler needs extras/vllm")
+    if getattr(config, "sampler", None) or getattr(config, "rollout_ahead", 0):
+        raise UserError("--sampler and --rollout_ahead need extras/vllm")
 
 
 # -------------------------------------------------------------------------------- the forward pass

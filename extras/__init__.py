@@ -8,7 +8,7 @@
     memory/    --memory                                                -> load_model, LayerFlags
     models/    families beyond keys and values, the probe at load      -> load_model, make_engine
     rewards/   --rewards                                               -> rewards_of
-    vllm/      --sampler, --rollout_ahead                              -> sampler_of
+    vllm/      --sampler, --rollout_ahead                              -> sampler_of, collect_groups
     serve/     --serve, and a chat that shows turns as they come       -> terminal
     adapters/, data/, sandbox/                                         fill tables of core and envs
 
@@ -17,6 +17,7 @@ Any folder can be deleted: core's own then takes its place.
 from functools import partial
 
 from core.config import LayerFlags, episode_bar, terminal
+from core.data import collect_groups
 from core.engine import make_engine, sampler_of
 from core.run import Run
 from envs import rewards_of
@@ -63,7 +64,7 @@ if has("isolate"):
 if has("rewards"):
     from extras.rewards import rewards_of  # noqa: F811
 if has("vllm"):
-    from extras.vllm import sampler_of  # noqa: F811
+    from extras.vllm import collect_groups, sampler_of  # noqa: F811
 if has("serve"):
     from extras.serve import terminal  # noqa: F811
 
@@ -75,5 +76,5 @@ if has("data"):
 if has("sandbox"):
     import extras.sandbox  # noqa: F401
 
-__all__ = ["LayerFlags", "Run", "episode_bar", "load_model", "make_engine", "rewards_of",
-           "sampler_of", "sessions", "terminal"]
+__all__ = ["LayerFlags", "Run", "collect_groups", "episode_bar", "load_model", "make_engine",
+           "rewards_of", "sampler_of", "sessions", "terminal"]

@@ -10,6 +10,15 @@ from extras.show.notes import (Alarms, first_notes, idle_notes, next_command, pl
                                step_line, step_numbers)
 
 
+def check_accumulation(config):
+    """Raise UserError unless the passes of an update, where they are given, make up the step."""
+    sequences = config.tasks_per_step * config.group_size
+    size, passes = config.batch_size, config.gradient_accumulation_steps
+    if passes and size * passes != sequences:
+        raise UserError(f"a step has {sequences} sequences, but batch_size {size} x "
+                        f"gradient_accumulation_steps {passes} = {size * passes}")
+
+
 class Run(core.run.Run):
     """A run that says what it does.
 
@@ -21,6 +30,8 @@ class Run(core.run.Run):
     passed, bar = 0, None
 
     def __init__(self, config, algorithm):
+        if algorithm == "grpo":
+            check_accumulation(config)
         super().__init__(config, algorithm)
         if self.finished:
             self.finished = self.ranks.first(self.result_to_show)

@@ -9,7 +9,7 @@ import core.data
 from extras.background import in_thread, promised
 
 
-def collect_groups(play, tasks, config, step, run) -> list:
+def collect_ahead(play, tasks, config, step, run) -> list:
     """Return what core's `collect_groups` does, played while the step before was learned from."""
     if not hasattr(run, "ahead"):
         collect = partial(core.data.collect_groups, tasks=tasks, config=config)
