@@ -1,6 +1,6 @@
 """The OpenAI-compatible server: `python agent.py --serve`.
 
-    POST /v1/chat/completions   messages, tools, stream, seed, stop
+    POST /v1/chat/completions   messages, tools, tool_choice, stream, seed, stop
     POST /v1/completions        token ids in and out
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter     {"lora_name", "lora_path"}
     POST /solve                 {"problem"}: the agent plays its environment, its tools really run

@@ -35,13 +35,14 @@ class Choice(Row):
         self.body, self.chat, self.weights = body, chat, weights
         end_ids = () if body.ignore_eos else chat.end_ids
         self.stop_ids = {*end_ids, *body.stop_token_ids}
+        self.stops = [body.stop] if isinstance(body.stop, str) else body.stop
         self.sampling = body.model_dump(include=SAMPLING, exclude_defaults=True)
         self.done = Future()
 
     def append(self, token, logprob, stop_ids):
         super().append(token, logprob, self.stop_ids)
         # Not each time, because all of the text is read.
-        if self.body.stop and len(self.turn) % 8 == 0 and self.read()[1]:
+        if self.stops and len(self.turn) % 8 == 0 and self.read()[1]:
             self.state = "ended"
 
     def read(self):
@@ -51,12 +52,12 @@ class Choice(Row):
         text, reason = self.chat.text(self.turn), None
         if has_ended:
             reason = "length" if self.stop_ids.isdisjoint(self.turn[-1:]) else "stop"
-        for stop in self.body.stop:
+        for stop in self.stops:
             if stop in text:
                 text, reason = text.partition(stop)[0], "stop"
         if not reason:
             # A stop text may have come by half, and the last character may lack some bytes.
-            text = "" if self.body.stop else text.rstrip("\ufffd")
+            text = "" if self.stops else text.rstrip("\ufffd")
         return text, reason
 
 

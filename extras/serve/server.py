@@ -4,6 +4,7 @@ Bodies have OpenAI's parameters, those of vLLM that a sampler needs, and no othe
 silently have no effect is refused.
 """
 import json
+import os
 import re
 import secrets
 import threading
@@ -16,7 +17,8 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPBearer
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt,
+                      model_validator)
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -35,7 +37,7 @@ PAUSE = 0.03  # seconds between two chunks of a stream
 CALL = re.compile(r"(?<!\s)\s*+(?:[<\[{].*)?\Z", re.DOTALL)
 OPENING = 80  # characters, of a text that begins as a thought or a call of gpt-oss does
 
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Ids = Annotated[list[NonNegativeInt], Field(fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -68,8 +70,7 @@ class Turn(Body):
     n: Literal[1] = 1
     max_tokens: int = Field(
         0, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
-    stop: Annotated[list[Text], BeforeValidator(
-        lambda given: [given] if isinstance(given, str) else given)] = []
+    stop: Text | list[Text] = []
     stop_token_ids: Ids = []
     ignore_eos: bool = False
 
@@ -96,7 +97,7 @@ class Tool(BaseModel):
 class ChatCompletion(Turn):
     messages: list[dict]
     tools: list[Tool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     stream: bool = False
     stream_options: dict = {}
 
@@ -130,11 +131,10 @@ class Server:
     def application(self):
         """Return the ASGI application."""
         router = APIRouter(dependencies=[Depends(self.guard)] if self.config.token else [])
-        for path, endpoint in {"/v1/chat/completions": self.chat_completions,
-                               "/v1/completions": self.completions,
-                               "/v1/{verb}_lora_adapter": self.adapter,
-                               "/solve": self.solve}.items():
-            router.post(path)(endpoint)
+        router.post("/v1/chat/completions")(self.chat_completions)
+        router.post("/v1/completions")(self.completions)
+        router.post("/v1/{verb}_lora_adapter")(self.adapter)
+        router.post("/solve")(self.solve)
         router.get("/v1/models")(self.models)
         app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(
             [HTTPException, RequestValidationError, ValueError], refuse))
@@ -153,7 +153,7 @@ class Server:
         if not secrets.compare_digest(key.credentials, self.config.token):
             raise HTTPException(401, "wrong token")
 
-    def choice(self, body, prompt, chat, default):
+    def choice(self, body, prompt, chat, default, forced=()):
         """Let a turn be sampled, or raise HTTPException. `default` stands for max_tokens."""
         if body.model not in self.player.adapters:
             raise HTTPException(404, f"no model {body.model!r}; GET /v1/models lists them")
@@ -164,7 +164,7 @@ class Server:
                                      f"the context of {self.config.max_tokens} (--max_tokens)")
         # Each turn of an episode draws anew.
         choice = Choice(prompt, body, chat, self.player.adapters[body.model],
-                        seed=mix(body.seed, len(prompt)), limit=limit)
+                        seed=mix(body.seed, len(prompt)), limit=limit, forced=forced)
         self.player.add(choice)
         return choice
 
@@ -177,11 +177,12 @@ class Server:
             "prompt_token_ids": body.prompt, "logprobs": {"token_logprobs": choice.logprobs}})
 
     async def chat_completions(self, body: ChatCompletion):
-        tools = [tool.model_dump() for tool in body.tools if body.tool_choice == "auto"]
+        tools = [tool.model_dump() for tool in body.tools if body.tool_choice != "none"]
         # A long text takes seconds, in which others are answered.
         chat = await to_thread(self.chat_of, json.dumps(tools))
         prompt = await to_thread(prompt_of, chat, body.messages)
-        choice = self.choice(body, prompt, chat, self.config.max_new_tokens)
+        opening = opening_of(chat, body.tool_choice)
+        choice = self.choice(body, prompt, chat, self.config.max_new_tokens, opening)
         if body.stream:
             return StreamingResponse(self.events(choice), media_type="text/event-stream")
         await wrap_future(choice.done)
@@ -249,9 +250,31 @@ def prompt_of(chat, messages):
 
     Raises ValueError for messages that no episode has.
     """
+    for message in messages:
+        # OpenAI's newer name for it.
+        if message.get("role") == "developer":
+            message["role"] = "system"
     # The ids of a turn that is added are taken away again.
     ids, _ = recorded_ids(chat, [*messages, {"role": "assistant", "content": "."}])
     return ids[:-len(chat.turn(".", []))]
+
+
+def opening_of(chat, tool_choice):
+    """Return the ids that a turn begins with which has to call a tool, any or the named one.
+
+    They are what all such calls have in common. Raises ValueError if there is no such tool.
+    """
+    if tool_choice in ("auto", "none"):
+        return []
+    turns = []
+    for name, tool in chat.tools.items():
+        if tool_choice == "required" or tool_choice.function.name == name:
+            for key in ("a", "b"):
+                arguments = {key: 1} if tool["parameters"].get("properties") else {}
+                turns.append(chat.turn("", [{"name": name, "arguments": arguments}]))
+    if not turns:
+        raise ValueError("tool_choice: there is no such tool")
+    return os.path.commonprefix(turns)
 
 
 def message_of(choice):

@@ -1,8 +1,10 @@
 """What a run prints: plan, a line a step, notes, alarms, the held-out table, what to do next."""
+import json
 import math
 import os
 import re
 import shlex
+from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -24,6 +26,8 @@ IDLE = (
     ("trajectories", "", ("rewards", "group_size", "tasks_per_step", "num_tasks")),
     ("dataset", "", ("pairs", "min_gap", "num_tasks")))
 STEP_NUMBERS = ("success", "reward", "entropy", "kl")
+# What is said of each kind of alarm: what was observed, and then what people do about it.
+ALARMS = json.loads(Path(__file__).with_name("alarms.json").read_text("utf-8"))
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
            "structure", "groups_without_signal")
@@ -198,53 +202,33 @@ def log_rows(path, wanted=None):
 
 
 def alarms(early, late):
-    """Return {kind of alarm: (observed, *advice)} for a run's first and latest lines of metrics.
+    """Return {kind of alarm: [observed, *advice]} for a run's first and latest lines of metrics.
 
     Learning changes these numbers, too. Where success has grown, or is above 0.9, some of them say
     nothing. The mean of a number that is not there is NaN, which compares false: no alarm.
     """
     was, now = means(early), means(late)
-    better = now.success > was.success + 0.05
-    tasks = "take harder tasks" if now.success > 0.5 else "take easier tasks"
-    checks = [
-        ("entropy", now.entropy < 0.3 * was.entropy and not now.success > 0.9,
-         f"entropy fell from {was.entropy:.3g} to {now.entropy:.3g} nats a token, the policy "
-         "hardly explores", "lower --learning_rate", "raise --entropy_coef", "raise --kl_coef",
-         "raise --clip_eps_high (with --updates_per_step 2 or more)"),
-        ("noise", now.entropy > max(3 * was.entropy, 0.5),
-         f"entropy rose from {was.entropy:.3g} to {now.entropy:.3g} nats a token, sampling turns "
-         "to noise", "lower --learning_rate", "lower --entropy_coef", "raise --kl_coef"),
-        ("approx_kl", now.approx_kl > 0.1,
-         f"updates move the policy {now.approx_kl:.3g} nats a token away from where a step began",
-         "lower --learning_rate", "lower --updates_per_step"),
-        ("kl", now.kl > 0.5,
-         f"KL to the policy this run started from is {now.kl:.3g} nats a token",
-         "raise --kl_coef", "lower --learning_rate"),
-        ("length", now.sampled_tokens > 2 * was.sampled_tokens and not better,
-         f"episodes grew from {was.sampled_tokens:.0f} to {now.sampled_tokens:.0f} sampled tokens "
-         "and solve no more", "lower --max_new_tokens", "give length a cost",
-         "use --loss dr_grpo or dapo"),
-        ("length", now.sampled_tokens < 0.4 * was.sampled_tokens and not better,
-         f"episodes shrank from {was.sampled_tokens:.0f} to {now.sampled_tokens:.0f} sampled "
-         "tokens and solve no more", "read them in report.html: something short is rewarded, "
-         "or nothing is"),
-        ("truncated", now.truncated > 0.2,
-         f"{now.truncated:.0%} of episodes are cut by a token limit",
-         "raise --max_new_tokens (one turn)", "raise --max_tokens (the episode)"),
-        ("tools", now.actions < 0.3 * was.actions,
-         f"tool calls an episode fell from {was.actions:.2g} to {now.actions:.2g}",
-         "check that the reward cannot be had without tools", "lower --learning_rate"),
-        ("structure", now.structure < 0.1,
-         "hardly any turn of the model can be read", "teach it the format first "
-         "(python sft.py with the same --model_path and --env) and start from that folder"),
-        ("signal", now.groups_without_signal > 0.9,
-         f"in {now.groups_without_signal:.0%} of groups all advantages are 0 and teach nothing",
-         tasks, "raise --group_size", "set --success_rate_lb and --success_rate_ub")]
-    checks += [(name, share < 0.02 and getattr(was, name, 0) > 0.2,
-                f"{name} fell to {share:.2g}, and groups that all fail teach nothing",
-                "lower --learning_rate", "raise --kl_coef")
-               for name, share in vars(now).items() if name.startswith("success")]
-    return {kind: words for kind, is_raised, *words in checks if is_raised}
+    solves_more = now.success > was.success + 0.05
+    checks = {
+        "entropy": now.entropy < 0.3 * was.entropy and not now.success > 0.9,
+        "noise": now.entropy > max(3 * was.entropy, 0.5),
+        "approx_kl": now.approx_kl > 0.1,
+        "kl": now.kl > 0.5,
+        "longer": now.sampled_tokens > 2 * was.sampled_tokens and not solves_more,
+        "shorter": now.sampled_tokens < 0.4 * was.sampled_tokens and not solves_more,
+        "truncated": now.truncated > 0.2,
+        "tools": now.actions < 0.3 * was.actions,
+        "structure": now.structure < 0.1,
+        "signal": now.groups_without_signal > 0.9}
+    tasks = "harder" if now.success > 0.5 else "easier"
+    raised = {}
+    for kind, is_raised in checks.items():
+        if is_raised:
+            raised[kind] = [words.format(was=was, now=now, tasks=tasks) for words in ALARMS[kind]]
+    for name, share in vars(now).items():
+        if name.startswith("success") and share < 0.02 and getattr(was, name, 0) > 0.2:
+            raised[name] = [words.format(name=name, share=share) for words in ALARMS["success"]]
+    return raised
 
 
 def means(rows):

@@ -346,7 +346,7 @@ HEALTHY = {"success": 0.5, "success/code": 0.4, "success/search": 0.1, "entropy"
 @pytest.mark.parametrize("late, kinds", [
     ({}, []), ({"entropy": 0.017, "success": 0.98, "groups_without_signal": 0.85, "actions": 2.8, "sampled_tokens": 29.0}, []),  # a run that learnt
     ({"entropy": 0.01}, ["entropy"]), ({"entropy": 3.0}, ["noise"]), ({"approx_kl": 0.3}, ["approx_kl"]), ({"kl": 2.0}, ["kl"]),
-    ({"sampled_tokens": 80.0}, ["length"]), ({"sampled_tokens": 9.0}, ["length"]), ({"sampled_tokens": 80.0, "success": 0.9}, []),
+    ({"sampled_tokens": 80.0}, ["longer"]), ({"sampled_tokens": 9.0}, ["shorter"]), ({"sampled_tokens": 80.0, "success": 0.9}, []),
     ({"actions": 0.2}, ["tools"]), ({"groups_without_signal": 0.95}, ["signal"]), ({"groups_without_signal": 1.0, "success": 0.0}, ["signal", "success"]),
     ({"success/code": 0.0}, ["success/code"]), ({"success/code": 0.1}, []), ({"success/search": 0.0}, []), ({"success/code": None}, []),
     ({"truncated": 0.88}, ["truncated"]), ({"structure": 0.05}, ["structure"]),

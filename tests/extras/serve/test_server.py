@@ -21,7 +21,7 @@ pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
 import uvicorn  # noqa: E402
-from families import CALLS, TOOLS, real, small  # noqa: E402
+from families import CALLS, TEMPLATES, TOOLS, real, small  # noqa: E402
 from programs import ROOT, Program  # noqa: E402
 
 import agent  # noqa: E402
@@ -58,7 +58,7 @@ class Served:
         add = self.server.player.add
 
         def scripted(row):
-            row.forced = list(self.script.pop(0)) if self.script else []
+            row.forced = list(self.script.pop(0)) if self.script else row.forced
             self.rows.append(row)
             add(row)
         self.server.player.add = scripted
@@ -420,6 +420,39 @@ def test_without_tools_or_with_tool_choice_none_a_call_is_text(served, client):
         served.script[:] = [call_turn(served, {"a": 2, "b": 3})]
         reply = client.chat.completions.create(model="base", messages=HELLO, max_tokens=200, **more)
         assert not reply.choices[0].message.tool_calls and "add" in reply.choices[0].message.content
+
+
+def test_tool_choice_makes_a_turn_begin_with_a_call(served, client):
+    """What follows is the model's: the untaught one writes no call, but its turn begins with the markup of one."""
+    chat = served.server.chat_of(json.dumps([ADD]))
+    add = {"type": "function", "function": {"name": "add"}}
+    for choice, begins in (("required", '<tool_call>\n{"name": "add", "arguments": {"'), (add, '<tool_call>\n{"name": "add", "arguments": {"')):
+        client.chat.completions.create(model="base", messages=HELLO, tools=[ADD], tool_choice=choice, max_tokens=60, seed=1)
+        assert chat.text(served.rows[-1].turn).startswith(begins) and len(served.rows[-1].turn) > len(chat.encode(begins))
+    # With the rest of the call it is one.
+    whole = call_turn(served, {"a": 2, "b": 3})
+    opening = served_by.opening_of(chat, served_by.Tool.model_validate(add))
+    assert whole[:len(opening)] == opening and served_by.opening_of(chat, "auto") == []
+    for tools, choice in (([], add), ([ADD], {"type": "function", "function": {"name": "sub"}})):
+        with pytest.raises(openai.BadRequestError, match="tool_choice"):
+            client.chat.completions.create(model="base", messages=HELLO, tools=tools, tool_choice=choice)
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "real:qwen3", "real:qwen3_5_think", "real:llama3_1", "real:glm4moe", "real:gptoss", "real:lfm2_v2"])
+def test_the_opening_of_a_call_is_that_of_the_models_own_calls(name):
+    chat = Chat(real(name[5:]) if name.startswith("real:") else small(name), TOOLS)
+    for tool in chat.tools:
+        named = served_by.Tool.model_validate({"type": "function", "function": {"name": tool}})
+        call = chat.text(chat.turn("", [{"name": tool, "arguments": {"x": 1}}]))
+        for choice in ("required", named):
+            assert call.startswith(chat.text(served_by.opening_of(chat, choice)))
+        assert tool in chat.text(served_by.opening_of(chat, named))
+
+
+def test_a_developer_is_the_system(served, client):
+    tokens = [client.chat.completions.create(model="base", messages=[{"role": role, "content": "Be brief."}, *HELLO], max_tokens=1).usage.prompt_tokens
+              for role in ("system", "developer")]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("name", ["thinking", "opens", "real:qwen3", "real:qwen3_5_think", "real:nemotron_3_nano", "real:glm4moe"])
