@@ -77,7 +77,9 @@ def advantages(values, groups, turns, baseline="group", scale="none"):
     if baseline == "none":
         out = values.clone()
     else:
-        peers = turns if baseline == "batch" else list(zip(groups, turns, strict=True))
+        peers = turns
+        if baseline == "group":
+            peers = list(zip(groups, turns, strict=True))
         out = torch.zeros_like(values)
         for group in members(peers):  # the indices of what shares a baseline
             # Shift first, so that equal values give exactly 0: rounding must not become a weight.
@@ -135,7 +137,9 @@ def weigh(episodes: list[Trajectory], config) -> tuple[list[list[float]], dict]:
     """
     values, groups, turns, lengths = [], [], [], []  # N entries each, the lengths B
     for t in episodes:
-        returns = returns_to_go(t.rewards) if config.weight_per == "turn" else [t.reward]
+        returns = [t.reward]
+        if config.weight_per == "turn":
+            returns = returns_to_go(t.rewards)
         # In floating point 0.6 + 0.3 + 0.1 is below 1: rounding must not become a weight.
         values += [round(value, 9) for value in returns]
         groups += [t.group_id] * len(returns)
@@ -143,7 +147,9 @@ def weigh(episodes: list[Trajectory], config) -> tuple[list[list[float]], dict]:
         lengths.append(len(returns))
     values = torch.tensor(values, dtype=torch.float64)  # (N,)
     if config.weighting == "filter":
-        pools = list(zip(groups, turns)) if config.baseline == "group" else turns
+        pools = turns
+        if config.baseline == "group":
+            pools = list(zip(groups, turns))
         weights = filter_weights(values, pools, config.top_share, config.min_reward)
     else:
         above = advantages(values, groups, turns, config.baseline, config.scale_rewards)
@@ -173,8 +179,9 @@ def token_weights(weights, loss_mask):
     weights: B lists, one number for each turn, or one for the whole episode.
     """
     n_turns = (turn_index(loss_mask).max(1).values + 1).tolist()
-    per_turn = [torch.tensor(numbers * n if len(numbers) == 1 else numbers)
-                for numbers, n in zip(weights, n_turns)]  # B of (turns,)
+    per_turn = []  # B of (turns,)
+    for numbers, n in zip(weights, n_turns):
+        per_turn.append(torch.tensor(numbers).expand(n))
     return per_token(per_turn, loss_mask)
 
 
@@ -232,13 +239,10 @@ def settle(config: Config) -> Config:
 
     Raises UserError for options that clash.
     """
-    names = ("top_share", "min_reward")
-    chosen = [f"--{name}" for name in names if getattr(config, name) is not None]
-    if config.weighting == "filter" and len(chosen) != 1:
-        raise UserError("--weighting filter takes --top_share or --min_reward, one of them; "
-                        f"given: {' and '.join(chosen) or 'neither'}")
-    if config.weighting != "filter" and chosen:
-        raise UserError(f"{chosen[0]} is for --weighting filter, not {config.weighting}")
+    given = 2 - [config.top_share, config.min_reward].count(None)
+    if given != (config.weighting == "filter"):
+        raise UserError("--weighting filter takes one of --top_share and --min_reward, others take "
+                        f"none; --weighting {config.weighting} is given {given}")
     compares = config.baseline == "group" and config.min_reward is None
     if not config.trajectories and config.group_size == 1 and compares:
         raise UserError("--baseline group compares the episodes of one task, --group_size 1 plays "
@@ -315,9 +319,12 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
     weights_of = {t: weights for t, weights in zip(episodes, turn_weights) if any(weights)}
     if not weights_of:
         return []
+    passes = config.num_epochs
+    if config.trajectories:
+        passes = 1
     out = []
     per_update = config.batch_size * config.gradient_accumulation_steps
-    for epoch in range(1 if config.trajectories else config.num_epochs):
+    for epoch in range(passes):
         for batch in shuffled_batches(list(weights_of), per_update, config.seed, step, epoch):
             batch = cheapest_order(batch, config.batch_size)
             out.append((batch, [weights_of[t] for t in batch]))

@@ -68,14 +68,18 @@ def draw_case(number: int, level: int) -> Case:
     options, years, spread = LEVELS[level]
     while True:
         budget = rng.randrange(20, 45, 5)
-        case = Case(budget, rng.randint(4, 12) if level > 1 else 0, {}, {}, {})
+        rate, chances = 0, (50, 100)
+        if level > 1:
+            rate, chances = rng.randint(4, 12), range(40, 100, 5)
+        case = Case(budget, rate, {}, {}, {})
         for name in NAMES[:options]:
             is_feasible = rng.random() < 2 / 3
-            cost = budget - rng.randrange(spread)
-            case.costs[name] = cost if is_feasible else budget + rng.randint(1, budget // 4)
+            case.costs[name] = budget - rng.randrange(spread)
+            if not is_feasible:
+                case.costs[name] = budget + rng.randint(1, budget // 4)
             mean = case.costs[name] / years
             case.flows[name] = [round(mean * rng.uniform(1.1, 1.95)) for _ in range(years)]
-            case.chances[name] = rng.choice((50, 100) if level == 1 else range(40, 100, 5))
+            case.chances[name] = rng.choice(chances)
         values = [case.value(name) for name in case.ranked()]
         if len(values) > 1 and values[0] > 0 and values[1] <= MAX_SECOND * values[0]:
             return case
@@ -113,8 +117,10 @@ class Business:
     def identify_options(self) -> str:
         """Return the cost of each option, and its cash flow of every year if all goes well."""
         self._looks.append("identify_options")
-        return "\n".join(f"{name}: cost {cost}, flows {' '.join(map(str, self._case.flows[name]))}"
-                         for name, cost in self._case.costs.items())
+        lines = []
+        for name, cost in self._case.costs.items():
+            lines.append(f"{name}: cost {cost}, flows {' '.join(map(str, self._case.flows[name]))}")
+        return "\n".join(lines)
 
     def evaluate_risks(self, option: str) -> str:
         """Return the chance that an option pays its cash flows. Otherwise it pays nothing.
@@ -182,8 +188,10 @@ class Business:
             if tool not in self._looks:
                 return [{"name": tool, "arguments": {}}]
         best = next((name for name in case.ranked() if name in self._looks), None)
-        promises = {name: case.value(name, chance=100) for name in case.costs
-                    if case.is_feasible(name) and name not in self._looks}
+        promises = {}
+        for name in case.costs:
+            if case.is_feasible(name) and name not in self._looks:
+                promises[name] = case.value(name, chance=100)
         first = max(promises, key=promises.get, default=None)
         if first and (best is None or promises[first] > case.value(best)):
             return [{"name": "evaluate_risks", "arguments": {"option": first}}]

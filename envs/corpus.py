@@ -77,8 +77,10 @@ def read_corpus(path: str) -> Corpus:
         pieces = PIECE.findall(text)
         for number, piece in enumerate(pieces, 1):
             # So the title says where a document goes on, in what a search shows, too.
-            part = f" ({number} of {len(pieces)})" if len(pieces) > 1 else ""
-            documents[title + part] = piece
+            if len(pieces) > 1:
+                documents[f"{title} ({number} of {len(pieces)})"] = piece
+            else:
+                documents[title] = piece
     if not documents:
         raise UserError(f'{path}: no documents; give a folder of .txt or .md files, or a .jsonl '
                         'file of rows {"title", "text"}')

@@ -175,7 +175,9 @@ class GSM8K:
             solution = self._row({"question": question, "answer": answer})["answer"]
         self._gold = _number(solution.rpartition("####")[2])
         self._plan = true_calculations(solution)[:self.max_turns - 1]
-        self._attempts_left = 1 if self._gold is None else int(num_turns or 1)
+        self._attempts_left = int(num_turns or 1)
+        if self._gold is None:
+            self._attempts_left = 1
         self._computed = 0
         self.reward = 0.0
         self.done = False
@@ -279,9 +281,12 @@ class GSM8K:
 
 def true_calculations(solution: str) -> list[str]:
     """Return the left sides of <<48/2=24>> that are true; in GSM8K all are."""
-    marks = re.findall(r"<<([^<>=]+)=([^<>=]+)>>", solution)
-    values = [(left, calculator(left), calculator(right)) for left, right in marks]
-    return [left for left, value, stated in values if value == stated and "error" not in value]
+    lefts = []
+    for left, right in re.findall(r"<<([^<>=]+)=([^<>=]+)>>", solution):
+        value = calculator(left)
+        if value == calculator(right) and "error" not in value:
+            lefts.append(left)
+    return lefts
 
 
 def _cached(split: str) -> Path:

@@ -33,8 +33,9 @@ CONTENT = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Relation, what has it, the kind of its value, a sentence that states it.
 FACTS = CONTENT["facts"]
 # Three ways to state a relation: the first is that of level 1.
-FORMS = {relation: (f"{relation}: {{1}}.", f"The {relation} of {{}} is {{}}.", sentence)
-         for relation, _, _, sentence in FACTS}
+FORMS = {}
+for relation, _, _, sentence in FACTS:
+    FORMS[relation] = (f"{relation}: {{1}}.", f"The {relation} of {{}} is {{}}.", sentence)
 # The relation that a noisy expert takes for this one.
 MISTAKEN = CONTENT["mistaken"]
 # Level -> hops, questions asked of one archive, and how many it has of each of NAMES. With
@@ -53,8 +54,10 @@ MAX_EXTRA = 3  # an answer of more words than these and twice the right ones ear
 def draw_facts(archive: str, level: int) -> dict[str, dict[str, str]]:
     """Return entity -> relation -> value, drawn from the name of the archive."""
     rng = random.Random(archive)
-    words = iter(rng.sample(range(10, 30), 20) if level == 1 else rng.sample(WORDS, 40))
-    forms = NAMES if level > 1 else dict.fromkeys(NAMES, "{}")
+    if level == 1:
+        words, forms = iter(rng.sample(range(10, 30), 20)), dict.fromkeys(NAMES, "{}")
+    else:
+        words, forms = iter(rng.sample(WORDS, 40)), NAMES
     names = {}
     for (kind, form), size in zip(forms.items(), LEVELS[level][2]):
         names[kind] = [form.format(next(words)) for _ in range(size)]
@@ -63,7 +66,9 @@ def draw_facts(archive: str, level: int) -> dict[str, dict[str, str]]:
         for entity in chain.from_iterable(names[kind] for kind in kinds.split(",")):
             if value_kind == "date":
                 date = f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1950, 2019)}"
-                facts[entity][relation] = date if level > 1 else str(next(words))
+                if level == 1:
+                    date = str(next(words))
+                facts[entity][relation] = date
             elif others := [name for name in names[value_kind] if name != entity]:
                 facts[entity][relation] = rng.choice(others)
     return facts
@@ -74,8 +79,12 @@ def read_archive(archive: str, level: int) -> Corpus:
     rng = random.Random(f"{archive} documents")
     documents = {}
     for entity, values in draw_facts(archive, level).items():
-        sentences = [FORMS[relation][rng.randint(1, 2) if level > 1 else 0].format(entity, value)
-                     for relation, value in values.items()]
+        sentences = []
+        for relation, value in values.items():
+            number = 0
+            if level > 1:
+                number = rng.randint(1, 2)
+            sentences.append(FORMS[relation][number].format(entity, value))
         documents[entity] = " ".join(sentences)
     return Corpus(documents)
 
@@ -122,16 +131,21 @@ class Search:
         `noise_seed` decides when.
         """
         self._corpus = self._documents(archive, level)
-        is_short = level == 1 and bool(archive)
-        self.max_turns = 4 if is_short else 12
-        self._results = 1 if is_short else 4  # of a search
+        self.max_turns = 12
+        self._results = 4  # of a search
+        if level == 1 and archive:
+            self.max_turns = 4
+            self._results = 1
         self._question = question
         self._right = list(filter(None, map(normalized, alternatives(answer))))
         self._reward_parts = {"exact": 0.0, "f1": 0.0}
         self.done = False
         self._read = {}  # title -> what the tools have shown of the document
         rng = random.Random(f"{noise_seed} {question}")
-        self._mistaken = {name: MISTAKEN[name] for name in MISTAKEN if rng.random() < noise}
+        self._mistaken = {}
+        for name, other in MISTAKEN.items():
+            if rng.random() < noise:
+                self._mistaken[name] = other
         return question
 
     # ------------------------------------------------------------------------------- the tools
@@ -180,7 +194,9 @@ class Search:
 
     @classmethod
     def _documents(cls, archive: str, level: int) -> Corpus:
-        return read_archive(archive, level) if archive else read_corpus(cls.options["corpus"])
+        if archive:
+            return read_archive(archive, level)
+        return read_corpus(cls.options["corpus"])
 
     @classmethod
     def _files(cls) -> list:
@@ -234,8 +250,11 @@ class Search:
     @classmethod
     def _from_text(cls, text: str) -> dict:
         """Return the question that a person typed. It names an archive, or there is a corpus."""
-        named = not cls.options["corpus"] and re.match(r"Archive (\w+):", text)
-        return cls._row({"question": text, "answer": None, "archive": named[1] if named else "",
+        archive = ""
+        named = re.match(r"Archive (\w+):", text)
+        if named and not cls.options["corpus"]:
+            archive = named[1]
+        return cls._row({"question": text, "answer": None, "archive": archive,
                          "level": cls.options["level"]})
 
     @classmethod

@@ -40,11 +40,15 @@ FUNCTION_WORDS = {*chain(*PRONOUNS.values()), *DETERMINERS, *PREPOSITIONS, *LIST
 PAST = LISTS["past"]
 SAME = LISTS["same"]  # present and past
 PRESENT = LISTS["present"]  # though they end in -ed
+SUBJECTS = LISTS["subjects"]
+# What is no verb after one of SUBJECTS.
+OTHERS = DETERMINERS + PREPOSITIONS + LISTS["conjunctions"]
 ADVERBS = LISTS["adverbs"]  # without -ly
 # What the expert writes with. A verb stands in the first and second person, the third, the past.
-NOUNS, VERBS, PLACES, OPENERS = (LISTS[name] for name in ("nouns", "verbs", "places", "openers"))
+NOUNS, VERBS = LISTS["nouns"], LISTS["verbs"]
+PLACES, OPENERS = LISTS["places"], LISTS["openers"]
 RHYMES = LISTS["rhymes"]
-SUBJECTS = {"first": "I", "second": "you", "third": "she"}  # of the expert's sentences
+SUBJECT_OF = LISTS["subject_of"]  # of the expert's sentences, by the person
 
 
 def words_of(text: str) -> list[str]:
@@ -65,11 +69,13 @@ def is_sentence(text: str) -> bool:
 def tense_share(words: list[str], tense: str, sentences: int) -> float:
     """Return the share of verbs after a subject pronoun, adverbs left out, in the tense."""
     words = [word for word in words if not word.endswith("ly") and word not in ADVERBS]
-    verbs = [after for word, after in pairwise(words) if word in "i we you he she they".split()
-             and after not in DETERMINERS + PREPOSITIONS + ["and", "or", "but"]]
-    past = [verb in PAST or verb.endswith("ed") and verb not in PRESENT for verb in verbs]
-    right = sum(verb in SAME or is_past == (tense == "past") for verb, is_past in zip(verbs, past))
-    return right / max(len(verbs), sentences / 2)
+    verbs = right = 0
+    for subject, verb in pairwise(words):
+        if subject in SUBJECTS and verb not in OTHERS:
+            is_past = verb in PAST or verb.endswith("ed") and verb not in PRESENT
+            verbs += 1
+            right += verb in SAME or is_past == (tense == "past")
+    return right / max(verbs, sentences / 2)
 
 
 class Writing:
@@ -122,8 +128,10 @@ class Writing:
             sentences: how many sentences the text will have
         """
         self._outlined = True
-        return "\n".join(f"{i + 1}. {self._acrostic[i:i + 1]} {' '.join(self._words[i:i + 1])}"
-                         for i in range(min(sentences, 20)))
+        lines = []
+        for i in range(min(sentences, 20)):
+            lines.append(f"{i + 1}. {self._acrostic[i:i + 1]} {' '.join(self._words[i:i + 1])}")
+        return "\n".join(lines)
 
     def write_paragraph(self, text: str) -> str:
         """Append a paragraph to the text. Returns how the text meets the brief.
@@ -207,13 +215,15 @@ class Writing:
             openers = [by_letter[letter] for letter in self._acrostic]
         if self._rhyme:
             places = [f"in the {word}" for word in RHYMES[self._rhyme]]
-        form = 2 if self._tense == "past" else int(self._person == "third")
+        form = int(self._person == "third")
+        if self._tense == "past":
+            form = 2
         others = [noun for noun in NOUNS if noun not in self._words]
         sentences = []
         for i, verb in enumerate(rng.sample(VERBS, count)):
             is_spare = i >= len(self._words) or rng.random() < self._noise
             noun = others[i] if is_spare else self._words[i]
-            action = f"{SUBJECTS[self._person]} {verb[form]} the {noun}"
+            action = f"{SUBJECT_OF[self._person]} {verb[form]} the {noun}"
             sentences.append(f"{openers[i]} {action} {places[i]}.")
         return [{"name": "write_paragraph", "arguments": {"text": " ".join(sentences)}}]
 
@@ -227,10 +237,14 @@ class Writing:
         while len(tasks) < (n or 10_000):
             words = sorted(rng.sample(NOUNS, 4))
             if split_of(" ".join(words)) == split:
-                acrostic = rng.choice(LISTS["acrostics"]) if level == 2 else ""
+                acrostic = rhyme = ""
+                if level == 2:
+                    acrostic = rng.choice(LISTS["acrostics"])
                 sentences = len(acrostic) or rng.randint(4, 6)
-                tasks.append({
-                    "words": words, "min_words": 8 * sentences, "max_words": 12 * sentences,
-                    "person": rng.choice(list(PRONOUNS)), "tense": rng.choice(["past", "present"]),
-                    "acrostic": acrostic, "rhyme": rng.choice(list(RHYMES)) if level == 3 else ""})
+                person, tense = rng.choice(list(PRONOUNS)), rng.choice(["past", "present"])
+                if level == 3:
+                    rhyme = rng.choice(list(RHYMES))
+                tasks.append({"words": words, "min_words": 8 * sentences,
+                              "max_words": 12 * sentences, "person": person, "tense": tense,
+                              "acrostic": acrostic, "rhyme": rhyme})
         return tasks

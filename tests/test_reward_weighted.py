@@ -394,8 +394,8 @@ def test_recorded_episodes_that_cannot_be_learnt_from_are_refused(place, tmp_pat
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"weighting": "filter"}, "given: neither"), ({"weighting": "filter", "top_share": 0.5, "min_reward": 1.0}, "given: --top_share and --min_reward"),
-    ({"top_share": 0.5}, "--top_share is for --weighting filter, not exp"),
+    ({"weighting": "filter"}, "--weighting filter is given 0"), ({"weighting": "filter", "top_share": 0.5, "min_reward": 1.0}, "--weighting filter is given 2"),
+    ({"top_share": 0.5}, "others take none; --weighting exp is given 1"),
     ({"group_size": 1}, "--group_size 1 plays one")])
 def test_clashes_are_refused_before_anything_is_loaded(tmp_path, options, words):
     with pytest.raises(UserError, match=re.escape(words)):

@@ -78,7 +78,8 @@ def exact(t) -> float | None:
     """1 if the final answer equals the reference: SQuAD's exact match (arXiv 1606.05250)."""
     # A reference without a word would pay for silence.
     references = list(filter(None, map(normalized, references_of(t))))
-    return float(normalized(answer_of(t)) in references) if references else None
+    if references:
+        return float(normalized(answer_of(t)) in references)
 
 
 def well_formed(t) -> float:
@@ -129,7 +130,7 @@ def math_verify(t) -> float | None:
     which it must be called in the main thread.
     """
     from math_verify import parse, verify
-    golds = [gold for text in references_of(t) if (gold := parse(f"\\boxed{{{text}}}"))]
+    golds = list(filter(None, [parse(f"\\boxed{{{text}}}") for text in references_of(t)]))
     if not golds:
         return None
     answer = answer_of(t).strip("*_` \n")
@@ -288,7 +289,9 @@ def per_turn(name: str, value, count: int) -> list[float]:
 
     A single number is of the last turn.
     """
-    turns = value if isinstance(value, list) else [0.0] * (count - 1) + [value]
+    turns = value
+    if not isinstance(value, list):
+        turns = [0.0] * (count - 1) + [value]
     with suppress(TypeError, ValueError):
         if len(turns) == count:
             return list(map(float, turns))

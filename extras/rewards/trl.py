@@ -59,4 +59,6 @@ def as_trl(episodes: list, name: str, function) -> dict:
         say_once(f"note: --rewards {name}: no task of this step has a column {column!r}, so it "
                  f"gets None; columns: {', '.join(sorted(columns))}")
     names = (columns | wanted) - {"prompt", "completion"}
-    return {column: [task.get(column) for task in tasks] for column in names} | given
+    for column in names:
+        given.setdefault(column, [task.get(column) for task in tasks])
+    return given

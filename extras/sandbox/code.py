@@ -64,8 +64,10 @@ class Code:
         self._noise = noise
         self._rng = random.Random(f"{noise_seed} {question}")
         self.done = False
-        lines = ["", "Examples:", *map(self._shown, self._examples)] if self._examples else []
-        return "\n".join([question.rstrip(), *lines])
+        lines = [question.rstrip()]
+        if self._examples:
+            lines += ["", "Examples:", *map(self._shown, self._examples)]
+        return "\n".join(lines)
 
     # ------------------------------------------------------------------------------- the tools
     def analyze_requirements(self) -> str:
@@ -157,8 +159,10 @@ class Code:
         if spent is None:
             return 0.0
         reference = self._count(self._solution)
-        # A reference that is a built-in function executes no line.
-        return min(1.0, SLACK * reference / max(spent, 1)) if reference else 1.0
+        if not reference:
+            # It is a built-in function, which executes no line.
+            return 1.0
+        return min(1.0, SLACK * reference / max(spent, 1))
 
     def _count(self, code: str) -> int | None:
         """Return how many lines code executes in the hidden tests, or None if that is not known.
@@ -167,8 +171,9 @@ class Code:
         """
         result = self._run(code, self._hidden, count=True)
         counts = [outcome.get("operations") for outcome in result.outcomes]
-        is_known = all(verdicts(result, self._hidden)) and None not in counts
-        return sum(counts) if is_known else None
+        if None in counts or not all(verdicts(result, self._hidden)):
+            return None
+        return sum(counts)
 
     # ------------------------------------------------------------------------- the rest of it
     def _reply(self, text: str) -> str | None:
@@ -188,15 +193,17 @@ class Code:
             code = f"def {self._name}(*_):\n    return None\n"
         elif self._code is None or self._examples_pass is False:
             code = self._solution
+        elif self._examples_pass:
+            return [{"name": "submit", "arguments": {}}]
         else:
-            return [{"name": "submit" if self._examples_pass else "run_tests", "arguments": {}}]
+            return [{"name": "run_tests", "arguments": {}}]
         return [{"name": "write_function", "arguments": {"code": code}}]
 
     @staticmethod
     def _from_text(text: str) -> dict:
         """Return a task without tests, of the function after "def", or else of `solve`."""
-        name = re.search(r"def (\w+)\(", text)
-        return {"question": text, "entry_point": name[1] if name else "solve", "test": ""}
+        name = re.search(r"def (\w+)\(", f"{text}def solve(")[1]
+        return {"question": text, "entry_point": name, "test": ""}
 
     @classmethod
     def _tasks(cls, split: str, n: int | None, seed: int) -> list[dict]:

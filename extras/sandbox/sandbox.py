@@ -170,9 +170,10 @@ def same(value, wanted) -> bool:
         return (isinstance(value, list) and len(value) == len(wanted)
                 and all(map(same, value, wanted)))
     if isinstance(wanted, set | frozenset | dict):
-        name = "dict" if isinstance(wanted, dict) else "set"
-        items = value.get(name) if isinstance(value, dict) else None
-        wanted = list(wanted.items()) if name == "dict" else wanted
+        name = "set"
+        if isinstance(wanted, dict):
+            name, wanted = "dict", list(wanted.items())
+        items = isinstance(value, dict) and value.get(name)
         return (isinstance(items, list) and len(items) == len(wanted)
                 and all(any(same(item, want) for item in items) for want in wanted))
     # MBPP's own solutions divide, and return 240.0 where the test says 240.

@@ -63,7 +63,7 @@ EPERM, ENOSYS = 1, 38
 LOAD, EQUAL, AT_LEAST, ANY, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
 NUMBER, ARCH, THIRD = 0, 4, 32  # offsets in seccomp_data
 
-READ = 0b1100  # Landlock: read a file, list a folder
+READ_FILE, READ = 0b100, 0b1100  # Landlock: read a file; that, and list a folder
 ALL = (1 << 13) - 1  # all that the first Landlock (Linux 5.13) knows; seccomp refuses the rest
 
 
@@ -90,7 +90,8 @@ def confine(limits: dict, parent: int):
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(kind)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(kind, (value, value))
     # Where the machine's memory ends, the kernel kills this process and not the one that trains.
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -106,7 +107,7 @@ def confine(limits: dict, parent: int):
     for path in readable():
         if os.path.exists(path):
             fd = os.open(path, os.O_PATH)
-            access = READ if os.path.isdir(path) else 0b100
+            access = READ if os.path.isdir(path) else READ_FILE
             checked(libc.syscall(445, ruleset, 1, pack("<QI", access, fd), 0), "Landlock")
             os.close(fd)
     checked(libc.syscall(446, ruleset, 0), "Landlock")
@@ -119,9 +120,10 @@ def confine(limits: dict, parent: int):
 
 def readable() -> list[str]:
     """Return what the code may read: Python's library, shared libraries, time zones."""
-    roots = (sys.base_prefix, "/usr", "/")
-    folders = [os.path.join(root, name) for root in roots for name in ("lib", "lib64")]
-    return [*folders, "/etc/ld.so.cache", "/usr/share/zoneinfo"]
+    paths = ["/etc/ld.so.cache", "/usr/share/zoneinfo"]
+    for root in (sys.base_prefix, "/usr", "/"):
+        paths += [os.path.join(root, "lib"), os.path.join(root, "lib64")]
+    return paths
 
 
 def seccomp_filter(column: int, arch: int) -> bytes:

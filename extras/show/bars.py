@@ -12,7 +12,9 @@ def duration(seconds):
     """Return a duration in words: "8.9 s", "12 min" or "3.1 h"."""
     if seconds < 90:
         return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -52,13 +54,18 @@ class EpisodeBar(tqdm):
         ended = tokens = at_most = 0
         for row, episode in self.episodes.items():
             t = episode.trajectory
-            ended += bool(t.stop_reason)
-            is_taken = t.stop_reason or episode.calling
-            tokens += sum(t.loss_mask) + (0 if is_taken else len(row.turn))
+            tokens += sum(t.loss_mask)
+            if t.stop_reason:
+                ended += 1
+            elif not episode.calling:
+                tokens += len(row.turn)
             turns = episode.max_turns * self.limits.max_new_tokens
             at_most += min(self.limits.max_tokens, turns)
-        # Tokens per end estimate the mean length: what is not finished counts with what it has.
-        expected = min(len(self.episodes) * tokens / ended, at_most) if ended else at_most
-        left = values["elapsed"] * (expected - tokens) / max(tokens, 1)
-        eta = f", {'about' if ended else 'at most'} {duration(left)} left" if tokens else ""
+        expected, eta = at_most, ""
+        if ended:
+            # Tokens per end estimate the mean length: what is not finished counts as it is.
+            expected = min(len(self.episodes) * tokens / ended, at_most)
+        if tokens:
+            left = duration(values["elapsed"] * (expected - tokens) / tokens)
+            eta = f", about {left} left" if ended else f", at most {left} left"
         return {**values, "n": ended, "tokens": tokens, "eta": eta}

@@ -35,8 +35,12 @@ def curves(logs):
 
 def points_of(log, name):
     """Return the (step, value) pairs of one name that a chart can show."""
-    points = [(row.get("step"), row.get(name)) for row in log]
-    return [(step, value) for step, value in points if type(step) is int and is_finite(value)]
+    points = []
+    for row in log:
+        step, value = row.get("step"), row.get(name)
+        if type(step) is int and is_finite(value):
+            points.append((step, value))
+    return points
 
 
 def stretches(points, n):
@@ -69,8 +73,12 @@ def chart(name, points):
             f"{polyline('raw', points)}{polyline('smooth', means)}</svg></figure>")
 
 
-def number(value, style=""):
+def number(value):
     """Return a number as a reader wants it: "1,888", "0.0168". None becomes "-"."""
+    if value is None:
+        return "-"
     if not isinstance(value, (int, float)):
-        return "-" if value is None else str(value)
-    return format(value, style or (",.0f" if 999.5 <= abs(value) < 1e15 else ".3g"))
+        return str(value)
+    if 999.5 <= abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

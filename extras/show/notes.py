@@ -47,7 +47,9 @@ def plan(config, steps):
 def step_numbers(line, n, width=0):
     """Return n numbers of a step's line to look at while it trains, as text."""
     # The value of a policy's loss says nothing.
-    names = STEP_NUMBERS if "reward" in line else ("loss", "accuracy", "margin")
+    names = STEP_NUMBERS
+    if "reward" not in line:
+        names = ("loss", "accuracy", "margin")
     shown = [f"{name} {line[name]:<{width}.3g}" for name in names if name in line]
     return "  ".join(shown[:n])
 
@@ -137,9 +139,10 @@ def first_notes(metrics, config, model, has_expert, has_tools):
             f"--max_new_tokens {config.max_new_tokens} (a turn), --max_tokens {config.max_tokens} "
             "(an episode)")
     if has_tools and min(metrics.get("actions", 1), metrics.get("structure", 1)) < 0.1:
-        advice = "SFT first: sft.py with the same --model_path and --env" if has_expert else (
-            "A model that knows tools is a better start, or an _expert() for sft.py to imitate "
-            "(envs/template.py has one)")
+        advice = ("A model that knows tools is a better start, or an _expert() for sft.py to "
+                  "imitate (envs/template.py has one)")
+        if has_expert:
+            advice = "SFT first: sft.py with the same --model_path and --env"
         notes.append(
             f"note: the model makes {metrics['actions']:.2f} tool calls an episode, and "
             f"{metrics['structure']:.0%} of its turns can be read: RL has little to compare. "
@@ -171,10 +174,15 @@ class Alarms:
 
     def sentence(self, observed, *advice):
         """Return what was observed, and what of the advice can be followed here."""
-        kept = [words for words in advice if self.flags.issuperset(re.findall(r"--(\w+)", words))
-                and (self.has_expert or "sft.py" not in words)]
+        kept = []
+        for words in advice:
+            has_flags = self.flags.issuperset(re.findall(r"--(\w+)", words))
+            if has_flags and (self.has_expert or "sft.py" not in words):
+                kept.append(words)
         observed += f" (means of {WINDOW} steps)"
-        return f"{observed}; people {', or '.join(kept)}" if kept else observed
+        if kept:
+            observed += f"; people {', or '.join(kept)}"
+        return observed
 
     def read(self, path):
         """Take in the lines of metrics.jsonl that a resumed run has written before."""
@@ -220,7 +228,9 @@ def alarms(early, late):
         "tools": now.actions < 0.3 * was.actions,
         "structure": now.structure < 0.1,
         "signal": now.groups_without_signal > 0.9}
-    tasks = "harder" if now.success > 0.5 else "easier"
+    tasks = "easier"
+    if now.success > 0.5:
+        tasks = "harder"
     raised = {}
     for kind, is_raised in checks.items():
         if is_raised:

@@ -68,8 +68,11 @@ def result_of(folder):
 
 def logs_of(folder):
     """Return the rows of each log of an output folder."""
-    paths = [path for path in (folder / "metrics.jsonl", folder / "timing.jsonl") if path.exists()]
-    return [[row for _, row in log_rows(path)] for path in paths]
+    logs = []
+    for path in (folder / "metrics.jsonl", folder / "timing.jsonl"):
+        if path.exists():
+            logs.append([row for _, row in log_rows(path)])
+    return logs
 
 
 def write_html(name):
@@ -112,17 +115,21 @@ def facts(result):
     """Return the tiles at the top: what result.json holds, successes with 95 % intervals."""
     values = {}
     for name, value in result.items():
-        # Of a whole evaluation the numbers that tell most.
-        values[name] = headline(value) or "-" if isinstance(value, dict) else number(value)
+        if isinstance(value, dict):
+            # A whole evaluation: the numbers that tell most.
+            value = headline(value) or None
+        values[name] = number(value)
     tasks = result.get("held_out_tasks")
     for name in ("success_before", "success_after"):
         share = result.get(name)
         if tasks and share is not None:
             low, high = wilson(share * tasks, tasks)
             values[name] = f"{share:.3f} ({low:.3f} to {high:.3f})"
-    tiles = [f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
-             for name, text in values.items() if text != "-"]
-    return f"<dl class=facts>{''.join(tiles)}</dl>"
+    tiles = ""
+    for name, text in values.items():
+        if text != "-":
+            tiles += f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+    return f"<dl class=facts>{tiles}</dl>"
 
 
 # ----------------------------------------------------------------------------------- episodes
@@ -149,9 +156,11 @@ def episode_html(episode, tokenizer):
     """Return one episode: a line to click, then its tokens, or its text without a tokenizer."""
     asked = next((m["content"] for m in episode["messages"] if m["role"] == "user"), "")
     question = beginning(str(asked), 120)
-    words = [f"step {episode['step']}"] if "step" in episode else []
-    words += [f"{name} {number(reward)}" for name, reward in
-              {"reward": episode["reward"], **episode["reward_parts"]}.items()]
+    words = []
+    if "step" in episode:
+        words.append(f"step {episode['step']}")
+    for name, reward in {"reward": episode["reward"], **episode["reward_parts"]}.items():
+        words.append(f"{name} {number(reward)}")
     words += [f"{episode['info'].get('tool_calls', 0)} calls", str(episode.get("stop_reason")),
               f"{len(episode['token_ids'])} tokens"]
     mark = "<b class=bad>✗ no success</b>"

@@ -129,7 +129,9 @@ class Run(core.run.Run):
         # No command finds an environment or a reward of the program that was started.
         code = f"{getattr(self.config, 'env', '')} {getattr(self.config, 'rewards', '')}"
         if "main__:" not in code:
-            words = ["--num_tasks", "3"] if next_program == "agent.py" and self.config.env else []
+            words = []
+            if next_program == "agent.py" and self.config.env:
+                words = ["--num_tasks", "3"]
             print(f"next:    {next_command(next_program, self.config, *words)}")
 
     def finish(self, after, *words, **extra):
