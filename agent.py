@@ -25,7 +25,7 @@ from core.tool_calls import parse_tool_calls
 from envs import Limits, load_environments
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
-from envs.tasks import PlayFlags, as_the_run, tasks_for
+from envs.tasks import PlayFlags, tasks_for
 from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
                     terminal)
 from lora import merged
@@ -407,6 +407,7 @@ class Config(PlayFlags):
 
 def command(config: Config):
     """Play tasks, print some, and count; without --num_tasks chat. extras/serve overrides it."""
+    from envs.task_files import as_the_run
     from envs.transcripts import transcript
     config = as_the_run(config)
     if config.output and Path(config.output).exists():

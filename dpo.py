@@ -1,29 +1,24 @@
 """Direct preference optimization (DPO): make the better of two episodes more likely than the worse.
 
-    pairs           two episodes of one task whose rewards differ by at least `min_gap`, recorded or
-                    played here, or the rows {"prompt", "chosen", "rejected"} of a file
-    reference_sums  log pi_ref of every episode, computed once: before the first update the policy
-                    is the reference
-    LOSSES[name]    a function of a pair's log-ratios policy / reference: DPO (arXiv 2305.18290
-                    eq. 7) or a relative
+    make_pairs      two episodes of one task whose rewards differ by at least `min_gap`
+    reference_sums  log pi_ref of every episode, computed once, before the first update
+    LOSSES[name]    a function of a pair's log-ratios policy / reference: DPO or a relative
     pair_loss       their weighted sum + `sft_coef` x -log pi(chosen) per token
     train           AdamW over shuffled epochs; held-out pairs and tasks before and after
 
-Eq. 7 constrains only the margin, and the easiest way to increase it is to make both episodes less
-likely: the success of the tiny model can fall to 0 while the accuracy of its pairs rises. So
+DPO's loss constrains only the margin, and the easiest way to increase it is to make both episodes
+less likely: the success of the tiny model can fall to 0 while the accuracy of its pairs rises. So
 `sft_coef` is 1, as in RPO; 0 is the plain loss. `logprobs/chosen` in the log should not fall. Only
 sampled tokens count: tool results and templates are context. A pair with an episode of more than
-`max_tokens` is dropped, not cut: half an episode earned no reward. Left out: the aot losses, which
-sort the micro-batch; f-divergences; the weights of WPO and LD-DPO; a moving reference; rounds of
-fresh episodes (run it again).
+`max_tokens` is dropped, not cut: half an episode earned no reward. Left out: the aot losses,
+f-divergences, the weights of WPO and LD-DPO, a moving reference.
 
     python dpo.py            the tiny model, equations, from nothing: about 3 minutes on a CPU core
     python agent.py --model_path MODEL --env gsm8k --num_tasks 64 --group_size 8 --output t.jsonl
     python dpo.py --model_path MODEL --trajectories t.jsonl --min_gap 0.5
     python dpo.py --model_path MODEL --dataset pairs.jsonl --loss sigmoid,sft --sft_coef 0
 
-Shapes: B pairs, T tokens. Of 2B rows the first B are the chosen episodes, the others the rejected
-ones, in the same order.
+Shapes: B pairs, T tokens. Of 2B rows the first B are chosen, the others rejected, pair by pair.
 """
 import math
 from dataclasses import dataclass
@@ -35,8 +30,8 @@ from typing import NamedTuple
 from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          main, nearest, options_for)
-from core.data import data_sources, print_dropped, shuffled_batches, unusable, without_faults
-from envs.tasks import RolloutFlags, tasks_of
+from core.data import collate, print_dropped, shuffled_batches, unusable, without_faults
+from envs.tasks import RolloutFlags, drop_seen, tasks_of, train_and_held_out
 
 import torch
 import torch.nn.functional as F
@@ -45,16 +40,13 @@ from tqdm import tqdm
 
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
-from core.data import collate
-from episodes import longer, make_pairs, read_trajectories, split_pairs, write_pairs
-from envs.tasks import drop_seen, train_and_held_out, with_env
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import token_logprobs
+from envs.task_files import with_env
+from episodes import longer, make_pairs, read_files, read_trajectories, split_pairs, write_pairs
 from lora import merged_to_train
-from schooling import teach_tiny
 
-# What the tiny model needs in place of the defaults. It is so small that larger forward passes
-# fit, which are faster.
+# What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 2e-3, "batch_size": 8, "gradient_accumulation_steps": 1,
         "dtype": "float32"}
 
@@ -178,7 +170,6 @@ LOSSES = {
     "robust": robust, "bco_pair": bco_pair, "sppo_hard": sppo_hard, "apo_zero": apo_zero,
     "apo_down": apo_down, "discopop": discopop, "sft": sft_term, "sigmoid_norm": sigmoid_norm,
 }
-SMOOTHED = {"exo_pair", "robust"}  # the losses that take --label_smoothing
 
 
 class Counts(NamedTuple):
@@ -292,7 +283,7 @@ def weighted_losses(config: Config) -> dict:
         raise UserError(f"--loss_weights {config.loss_weights}: give a number for each of --loss "
                         f"{config.loss}, separated by commas") from None
     if eps := config.label_smoothing:
-        smoothed = SMOOTHED & losses.keys()
+        smoothed = {"exo_pair", "robust"} & losses.keys()
         if not smoothed:
             raise UserError(f"--label_smoothing {eps}: only exo_pair and robust know it; "
                             "use --loss robust")
@@ -318,13 +309,9 @@ def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Traj
     if config.dataset:
         from extras.data.pairs import read_pairs
         return read_pairs(config, tokenizer)
-    if not config.trajectories:
-        return []
-    sources = data_sources(config.trajectories)
-    if any(weight for _, weight in sources):
-        raise UserError(f"--trajectories {config.trajectories}: all are paired; leave out shares")
-    files = [read_trajectories(path, model, tokenizer) for path, _ in sources]
-    return make_pairs(files, config)
+    if config.trajectories:
+        return make_pairs(read_files(config.trajectories, model, tokenizer), config)
+    return []
 
 
 def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
@@ -337,20 +324,15 @@ def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     episodes = [t for t in played if math.isfinite(t.reward)]
     print_dropped(played, episodes, f"episodes left out; the first: {unusable(played)}")
     run.write_episodes(episodes)
-    solved = sum(t.info["success"] for t in episodes)
-    print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, {solved} of "
-          f"{len(episodes)} solved")
+    print(f"played: {len(tasks)} tasks, {config.group_size} episodes each, "
+          f"{sum(t.info['success'] for t in episodes)} of {len(episodes)} solved")
     return episodes
 
 
 # -------------------------------------------------------------------------------------------- loop
 @torch.no_grad()
 def reference_sums(model, pairs, config: Config, ranks) -> dict[Trajectory, float]:
-    """Return {episode: log pi_ref, summed over its sampled tokens} of every pair's episodes.
-
-    Call it before `run.load`, which loads the checkpoint of a resumed run: until then the policy
-    is the reference, whether its adapter is fresh or old, or all weights train.
-    """
+    """Return {episode: log pi_ref, summed over its sampled tokens}. Call it before `run.load`."""
     # An episode may be in several pairs.
     episodes = sorted(dict.fromkeys(chain(*pairs)), key=lambda t: len(t.token_ids))
     sums = torch.zeros(len(episodes), device=model.device)
@@ -408,6 +390,7 @@ def train(config: Config) -> dict:
     run.begin()  # model and data have loaded: what is written from here on is this run's
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
+        from schooling import teach_tiny  # a real model needs none
         base = teach_tiny(config, run, bool(tasks))
         model, tokenizer = load_model(base, **options_for(load_model, config))
     if tasks:  # no pairs were given: play them
@@ -459,9 +442,9 @@ def train(config: Config) -> dict:
             run.log(**totals, grad_norm=grad_norm, tokens=tokens)
             run.end_step(step)
         after = test()
-        held_out_metrics = {f"held_out_{name}": after.get(f"pairs/{name}")
-                            for name in ("loss", "accuracy", "margin")}
-        return run.finish(after, pairs=len(learned), **held_out_metrics)
+        return run.finish(after, pairs=len(learned), held_out_loss=after.get("pairs/loss"),
+                          held_out_accuracy=after.get("pairs/accuracy"),
+                          held_out_margin=after.get("pairs/margin"))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
     split_pairs        which pairs dpo.py learns from, and which are held out
 """
 import math
+import os
 import unicodedata
 from collections import defaultdict
 from itertools import combinations, takewhile
@@ -35,6 +36,29 @@ def read_trajectories(path: str, model=None, tokenizer=None) -> list[Trajectory]
         return trajectory
 
     return without_faults(read_as(path, episode))
+
+
+def read_files(trajectories: str, model, tokenizer) -> list[list[Trajectory]]:
+    """Return the episodes of each file of --trajectories ("a.jsonl,b.jsonl")."""
+    is_one = os.path.exists(trajectories)  # a file may have a comma in its name
+    paths = [trajectories] if is_one else [path.strip() for path in trajectories.split(",")]
+    if any("=" in path and not os.path.exists(path) for path in paths):
+        raise UserError(f"--trajectories {trajectories}: all are paired; leave out shares")
+    return [read_trajectories(path, model, tokenizer) for path in paths]
+
+
+def read_demonstrations(config, model, tokenizer) -> tuple[list, list]:
+    """Return the episodes of --trajectories of at least --min_reward, and the held-out ones."""
+    def read(path):
+        episodes = read_trajectories(path, model, tokenizer)
+        floor = -math.inf if config.min_reward is None else config.min_reward
+        # In floating point 0.6 + 0.3 + 0.1 is below 1.
+        return [t for t in episodes if 1 in t.loss_mask and t.reward >= floor - 1e-9]
+
+    def content(t):
+        return [t.info.get("task"), prompt_of(t)]
+
+    return read_split(read, config.trajectories, content, config)
 
 
 def trajectory_of(row: dict) -> Trajectory:

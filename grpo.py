@@ -24,11 +24,11 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, Run, collect_groups, load_model
+from layers import LayerFlags, Run, collect_groups, load_model, pass_order
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
                          options_for)
 from envs.tasks import RolloutFlags, train_and_held_out
-from core.data import cheapest_order, collate, group_shares, members, per_token, unusable
+from core.data import collate, group_shares, members, per_token, unusable
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -38,7 +38,6 @@ from agent import evaluate, rollout, rollout_options
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged_to_train, reference
-from schooling import teach_tiny
 
 
 # ------------------------------------------------------------------------------------- advantages
@@ -361,7 +360,12 @@ def train(config: Config) -> dict:
     run = Run(config, "grpo")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
-    model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
+    rollout_options(config, run)  # refuses what flags cannot mean before anything takes time
+    model_path = config.model_path
+    if model_path == "tiny":
+        from schooling import teach_tiny  # a real model needs none
+        model_path = teach_tiny(config, run)
+    model, tokenizer = load_model(model_path, **options_for(load_model, config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run, model))
@@ -381,7 +385,7 @@ def train(config: Config) -> dict:
                 run.end_step(step)
                 continue
             run.log_episodes(episodes)
-            batch = cheapest_order(episodes, config.batch_size)  # all B episodes of the step
+            batch = pass_order(episodes, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
 
             # 2. Advantages (B, T): a sampled token gets that of its episode, or of its turn.

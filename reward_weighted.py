@@ -26,27 +26,23 @@ from functools import partial
 from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, Run, load_model
+from layers import LayerFlags, Run, load_model, pass_order
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          imitation_learning_rate, main, options_for)
-from envs.tasks import RolloutFlags
-from core.data import (cheapest_order, draw_tasks, members, per_token, played_shares, print_dropped,
+from envs.tasks import RolloutFlags, drop_seen, tasks_of, train_and_held_out
+from core.data import (collate, draw_tasks, members, per_token, played_shares, print_dropped,
                        shift_and_scale, shuffled_batches, turn_index, unusable, without_faults)
-from envs.tasks import tasks_of
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
-from core.data import collate
-from episodes import read_trajectories
-from envs.tasks import drop_seen, train_and_held_out
 from envs.task_files import recorded_env
+from episodes import read_trajectories
 from core.model import adamw, is_tiny, scheduled
 from core.logprobs import token_logprobs
 from lora import merged_to_train
-from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
 # fit, which are faster.
@@ -326,7 +322,7 @@ def minibatches(episodes, turn_weights, config: Config, step: int):
     per_update = config.batch_size * config.gradient_accumulation_steps
     for epoch in range(passes):
         for batch in shuffled_batches(list(weights_of), per_update, config.seed, step, epoch):
-            batch = cheapest_order(batch, config.batch_size)
+            batch = pass_order(batch, config.batch_size)
             out.append((batch, [weights_of[t] for t in batch]))
     return out
 
@@ -354,6 +350,7 @@ def train(config: Config) -> dict:
     held_out = drop_seen(held_out, tasks_of(data))
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
+        from schooling import teach_tiny  # a real model needs none
         base = teach_tiny(config, run, bool(tasks))
         model, tokenizer = load_model(base, **options_for(load_model, config))
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,

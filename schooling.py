@@ -17,16 +17,17 @@ from core.config import NO_BAR, UserError, mix
 
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 import envs
-from agent import Episode, Trajectory, ends_on_fault, playable
+from agent import Episode, Trajectory, ends_on_fault, playable, rollout_options
 from core.model import adamw, scheduled
 from core.data import batches_of_like_length, collate, without_faults
 from core.logprobs import token_logprobs
 from core.tiny import TINY_SFT
 from envs import Limits, load_environments
 from envs.tasks import drop_seen, tasks_for
-from layers import load_model, rewards_of, sampler_of, sessions
+from layers import load_model, sessions
 
 
 # ------------------------------------------------------------------------------- scripted experts
@@ -85,23 +86,16 @@ def play_expert(config, tokenizer, split: str, n: int, noise: float, limits: Lim
 
 # ---------------------------------------------------------------------------------- the tiny model
 def teach_tiny(config, run, plays=True) -> str:
-    """Return the path of the model to start from: config.model_path, unless that is "tiny".
+    """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
 
-    The tiny model is made here and taught the tool format by a short SFT. It is written to base/ in
-    the output folder, and the run's adapters name that folder as their base model. Every rank calls
-    this function. The first one teaches, and the others wait.
+    That is base/ in the output folder, which the run's adapters name as their base model. Every
+    rank calls this function. The first one teaches, and the others wait.
 
     Args:
         config, run: of the algorithm that starts from the model.
         plays: False if the algorithm only evaluates on its tasks. They are then not taught.
     """
-    # These refuse what --rewards and --sampler cannot mean before anything takes time.
-    rewards_of(config)
-    sampler_of(config, run)
-    if config.model_path != "tiny":
-        return config.model_path
-    # Here, because errors in flags do not wait for transformers.
-    from transformers.utils.logging import disable_progress_bar
+    rollout_options(config, run)  # refuses what flags cannot mean before anything takes time
     disable_progress_bar()
     run.begin()
     base = run.folder / "base"

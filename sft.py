@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
-from envs.tasks import EnvironmentFlags
+from envs.tasks import EnvironmentFlags, drop_seen, tasks_for, tasks_of
 from layers import LayerFlags, Run, load_model
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          imitation_learning_rate, main, options_for)
@@ -35,11 +35,9 @@ from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import evaluate, rollout_options
-from core.data import batches_of_like_length, collate, print_dropped, prompt_of
-from envs.tasks import tasks_of
+from core.data import batches_of_like_length, collate, print_dropped
 from core.logprobs import token_logprobs
 from core.model import adamw, is_tiny, scheduled, steps_of
-from envs.tasks import drop_seen, tasks_for, with_env
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 3e-3, "batch_size": 32, "gradient_accumulation_steps": 1,
@@ -98,7 +96,8 @@ def demonstrations(config, conversations, model, tokenizer):
     environment's scripted expert. Those longer than max_tokens are dropped and counted.
     """
     if config.trajectories:
-        learned, held_out = read_recorded(config, model, tokenizer)
+        from episodes import read_demonstrations
+        learned, held_out = read_demonstrations(config, model, tokenizer)
     elif config.dataset:
         from extras.data.demonstrations import encoded
         learned, held_out = encoded(conversations, tokenizer, config)
@@ -122,22 +121,6 @@ def demonstrations(config, conversations, model, tokenizer):
     return learned, held_out
 
 
-def read_recorded(config, model, tokenizer):
-    """Return the episodes of --trajectories of at least --min_reward, and the held-out ones."""
-    from episodes import read_split, read_trajectories
-
-    def read(path):
-        episodes = read_trajectories(path, model, tokenizer)
-        floor = -math.inf if config.min_reward is None else config.min_reward
-        # In floating point 0.6 + 0.3 + 0.1 is below 1.
-        return [t for t in episodes if 1 in t.loss_mask and t.reward >= floor - 1e-9]
-
-    def task(t):
-        return [t.info.get("task"), prompt_of(t)]
-
-    return read_split(read, config.trajectories, task, config)
-
-
 def drop_long(episodes, max_tokens):
     """Return the episodes of at most max_tokens tokens, and print how many were dropped."""
     short = [t for t in episodes if len(t.token_ids) <= max_tokens]
@@ -146,11 +129,7 @@ def drop_long(episodes, max_tokens):
 
 
 def evaluation_tasks(config, learned) -> list[dict]:
-    """Return the tasks to evaluate on, without those of the training data.
-
-    There are none without an environment or with --eval_tasks 0. Where other data is learned from,
-    they are all rows of --tasks.
-    """
+    """Return the tasks to evaluate on; where other data is learned from, all rows of --tasks."""
     files = (None, config.tasks) if config.dataset or config.trajectories else None
     return drop_seen(tasks_for(config, "test", config.eval_tasks, files), tasks_of(learned))
 
@@ -173,6 +152,7 @@ def evaluate_held_out(model, tokenizer, held_out, tasks, config, run) -> dict:
 # -------------------------------------------------------------------------------------------- loop
 def settle(config: Config) -> Config:
     """Return the config with the defaults that depend on the model or the environment."""
+    from envs.task_files import with_env  # it may read recorded episodes
     config = with_env(config)
     return fill(config, TINY if is_tiny(config.model_path) else {}, envs.limits(config.env))
 

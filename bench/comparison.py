@@ -21,7 +21,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from envs.transcripts import transcript
-from core.data import whole
+from core.data import without_surrogates
 from extras.show.notes import log_rows
 from core.config import UserError, printable, read_yaml, reading
 from core.run import CONFIG, EPISODES, write_whole  # noqa: E402
@@ -371,7 +371,7 @@ def write_report(names, output="report.md"):
     """Write the comparison of several runs, in the order given, and return its path."""
     text, notes = comparison(names)
     try:
-        write_whole(Path(output), whole(text))
+        write_whole(Path(output), without_surrogates(text))
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror})") from None
     for note in dict.fromkeys(notes):

@@ -167,9 +167,8 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
     from core.data import collate
     from grpo import Config, Counts, group_advantages, total_loss
     from bench.completions import generate
-    from core.data import cheapest_order
     from core.logprobs import token_logprobs
-    from layers import make_engine
+    from layers import make_engine, pass_order
     from lora import merged
     began = now()
     with merged(model):  # the engine goes when `generate` returns, and its KV cache with it, as in agent.rollout
@@ -184,7 +183,7 @@ def our_step(model, tokenizer, optimizer, prompts, step: int, args):
         batch.append(Trajectory(prompt + ids, [0] * len(prompt) + [1] * len(ids), [0.0] * len(prompt) + logprobs,
                                 group_id=str(i // args.samples),
                                 reward=reward_of(tokenizer.decode(ids, skip_special_tokens=True))))
-    batch = cheapest_order(batch, args.batch_size)
+    batch = pass_order(batch, args.batch_size)
     token_ids, mask, old_logprobs = collate(batch, model.device)  # (B, T) each
     rewards = torch.tensor([t.reward for t in batch], device=model.device)  # (B,)
     advantages = group_advantages(rewards, [t.group_id for t in batch])[:, None] * mask  # (B, T)

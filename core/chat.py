@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from itertools import chain
 
 from core.config import first_line
-from core.data import whole
+from core.data import without_surrogates
 from core.tool_calls import parse_tool_calls
 
 # Words that no template contains. Where they come out tells what a template does with a text.
@@ -303,7 +303,7 @@ class Template:
             return [self.clean(item) for item in value]
         if not isinstance(value, str):
             return value
-        text = whole(value).replace(BEGIN, "").replace(END, "")
+        text = without_surrogates(value).replace(BEGIN, "").replace(END, "")
         # A normalizer may turn text into a control token: NFKC does it with full-width characters.
         normalized = self._normalized(text)
         if len(self._control.findall(normalized)) > len(self._control.findall(text)):

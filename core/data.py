@@ -4,10 +4,9 @@ Every failure to read a file becomes one line, `FILE:LINE: what is wrong`.
 """
 import json
 import math
-import os
-import re
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,7 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from core.config import UserError, mix, reading
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
-WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
+# Optional layers fill these: arguments of json.loads, functions that give our names to messages of
+# other forms, and `read_data` of more forms.
+JSON_RULES, MESSAGE_FORMS, MIXERS = {}, [], []
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -36,30 +37,12 @@ def read_text(path):
     return "".join(text for _, text in lines_of(path))
 
 
-def parse_object(text: str, as_dict=None) -> dict:
-    """Return the JSON object that the text holds; `as_dict` makes objects of pairs.
-
-    Raises ValueError for what Python's reader lets through: NaN, infinity, a key given twice.
-    """
-    value = json.loads(text, object_pairs_hook=as_dict or _unique, parse_float=_finite,
-                       parse_constant=_finite)
+def parse_object(text: str) -> dict:
+    """Return the JSON object that the text holds, or raise ValueError."""
+    value = json.loads(text, **JSON_RULES)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
-
-
-def _unique(pairs):
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f'key "{key}" twice')
-    return unique
-
-
-def _finite(text):
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is not a finite number")
-    return number
 
 
 def read_json(path) -> dict:
@@ -68,29 +51,26 @@ def read_json(path) -> dict:
         return parse_object(read_text(path))
 
 
-def whole(text: str) -> str:
-    """Replace lone surrogates, which no tokenizer and no UTF-8 file takes."""
+def without_surrogates(text: str) -> str:
+    """Return the text without lone surrogates, which no tokenizer and no UTF-8 file takes."""
     return text.encode("utf-8", "replace").decode()
 
 
-def finite(value):
-    """Return the value as strict JSON holds it, so that our own reader takes what we write.
-
-    Non-finite floats become None, tensor and numpy scalars numbers, lone surrogates "?".
-    """
+def json_value(value):
+    """Return the value as JSON holds it: None for what is not finite, scalar tensors as numbers."""
     if isinstance(value, dict):
-        return {whole(str(key)): finite(item) for key, item in value.items()}
+        return {without_surrogates(str(key)): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, str):
-        return whole(value)
+        return without_surrogates(value)
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_json(value, indent=None):
     """Return the value as strict JSON, with a newline at the end."""
-    return json.dumps(finite(value), indent=indent, allow_nan=False) + "\n"
+    return json.dumps(json_value(value), indent=indent, allow_nan=False) + "\n"
 
 
 # -------------------------------------------------------------------------------------------- rows
@@ -121,36 +101,19 @@ def read_rows(source: str):
         raise UserError(f"{source}: no rows")
 
 
-def data_sources(text: str | None) -> list[tuple[str, float | None]]:
-    """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
-
-    A list of rows is one source, and so is a file with a comma in its name.
-    """
-    if not text:
-        return []
-    if text.startswith("[") or os.path.exists(text):
-        return [(text, None)]
-    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
-    return [(match[1], match[2] and float(match[2])) for match in matches]
-
-
-def rows_of(sources, fields, seed):
-    """Yield (place, row) of all rows of [(source, weight)]. A place is "FILE:LINE"."""
-    if fields or any(weight for _, weight in sources):
-        raise UserError("--fields and mixtures need extras/data, which is not here")
-    for source, _ in sources:
-        for line, row in read_rows(source):
-            yield f"{source}:{line}", row
-
-
-# Optional layers fill these: {end or beginning of a source: its reader}, `rows_of` in more forms,
-# of which the last is used, and functions that give the messages of other forms our names.
-READERS, MIXERS, MESSAGE_FORMS = {".jsonl": json_rows}, [rows_of], []
+# {the end or the beginning of a source: its reader}. Layers add to it.
+READERS = {".jsonl": json_rows}
 
 
 def read_data(data: str, fields: str | None = None, seed: int = 0):
-    """Yield (place, row) of every row of a data set, the value of a flag. Raises UserError."""
-    yield from MIXERS[-1](data_sources(data), fields, seed)
+    """Yield (place, row) of every row of a data set, the value of a flag. A place is FILE:LINE."""
+    if MIXERS:
+        yield from MIXERS[0](data, fields, seed)
+    elif fields:
+        raise UserError("--fields needs extras/data, which is not here")
+    else:
+        for line, row in read_rows(data):
+            yield f"{data}:{line}", row
 
 
 def split_of(text: str) -> str:
@@ -158,10 +121,10 @@ def split_of(text: str) -> str:
     return "train" if zlib.crc32(text.encode()) % 10 else "test"
 
 
-def print_dropped(items: list, kept: list, words: str):
-    """Print how many of the items were not kept. `words` say what they are, and why."""
-    if len(kept) < len(items):
-        print(f"{len(items) - len(kept)} of {len(items)} {words}")
+def print_dropped(before: list, after: list, words: str):
+    """Print how many items were dropped from a list. `words` say what they are, and why."""
+    if len(after) < len(before):
+        print(f"{len(before) - len(after)} of {len(before)} {words}")
 
 
 def shuffled(items, seed, part=slice(None)):
@@ -200,8 +163,7 @@ def collect_groups(play, tasks, config, step, run):
 
     `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
     episodes, group after group, their rewards shifted and scaled. They are fewer if prompts are too
-    long, environments fail, or MAX_RESAMPLE rounds do not suffice. A fork that chooses a step's
-    tasks itself gives exactly `tasks_per_step` of them: each is then played once.
+    long, environments fail, or MAX_RESAMPLE rounds do not suffice.
     """
     played, kept = [], []  # episodes
     drawn = dropped = 0  # groups
@@ -276,10 +238,8 @@ def unusable(episodes: list) -> str | None:
     """Return why no step can learn from these episodes, or None."""
     if not episodes:
         return "there is no episode to learn from"
-    for t in episodes:
-        if not math.isfinite(t.reward):
-            return t.info.get("not_finite", f"reward {t.reward}")
-    return None
+    bad = [t for t in episodes if not math.isfinite(t.reward)]
+    return bad[0].info.get("not_finite", f"reward {bad[0].reward}") if bad else None
 
 
 def summarise(trajectories: list) -> dict:
@@ -357,29 +317,14 @@ def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def cheapest_order(trajectories: list, batch_size: int) -> list:
-    """Return the episodes in an order in which passes of `batch_size` take few tokens.
+def pass_order(trajectories: list, batch_size: int) -> list:
+    """Return the episodes in the order of forward passes: groups, whose prompt is forwarded once.
 
-    It is by length, which needs less padding, or by group, whose prompt is forwarded once. The
-    longest come first, so that what does not fit in memory fails at once.
+    The longest come first, so that what does not fit in memory fails at once.
     """
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
-    place = {}  # of each group, by its longest episode
-    for t in by_length:
-        place.setdefault(t.group_id, len(place))
-    by_group = sorted(by_length, key=lambda t: place[t.group_id])
-    return min(by_length, by_group, key=lambda order: forwarded_tokens(order, batch_size))
-
-
-def forwarded_tokens(order: list, batch_size: int) -> int:
-    """Return how many tokens passes of `batch_size` forward, padding included."""
-    tokens = 0
-    for start in range(0, len(order), batch_size):
-        batch = order[start:start + batch_size]
-        shared = len(os.path.commonprefix([prompt_of(t) for t in batch]))
-        width = max(len(t.token_ids) for t in batch)
-        tokens += shared + len(batch) * (width - shared)
-    return tokens
+    groups = members([t.group_id for t in by_length])
+    return [by_length[i] for i in chain(*groups)]
 
 
 def prompt_of(trajectory) -> list[int]:

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.config import ONCE, UserError, mix, options, printable, say
-from core.data import finite, read_json, reading, summarise, to_json
+from core.data import json_value, read_json, reading, summarise, to_json
 from core.model import checkpoints, load_weights, save_model
 
 CONFIG, EPISODES = "config.yaml", "trajectories.jsonl"
@@ -320,7 +320,7 @@ class Run:
             write_whole(self.folder / "result.json", to_json(result, indent=1))
         for end in self.endings:
             end(self.folder)
-        return finite(result)
+        return json_value(result)
 
     def show_result(self, next_program: str):
         """Print what the evaluations said before and after training, and how to continue."""

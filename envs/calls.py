@@ -7,7 +7,7 @@ import typing
 from contextlib import suppress
 
 from core.config import UserError, first_line
-from core.data import whole
+from core.data import without_surrogates
 
 SHORTEST = 40  # characters of a result that are shown in any case
 # Parameters that no call in JSON can fill.
@@ -144,7 +144,7 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
         if is_done(env):
             raise WrongCall("the episode is over")
         result = awaited(method(**_fit_arguments(name, method, arguments)))
-        return whole(str(result)), None
+        return without_surrogates(str(result)), None
     except WrongCall as error:
         return f"error: {error}", error
     # A tool that runs the model's code may meet its exit().
@@ -161,7 +161,7 @@ def is_done(env) -> bool:
 
 def message_of(error: BaseException) -> str:
     """Return the type and the text of an exception, at most 290 characters."""
-    return whole(f"{type(error).__name__}: {error}")[:290]
+    return without_surrogates(f"{type(error).__name__}: {error}")[:290]
 
 
 def awaited(result):

@@ -1,12 +1,15 @@
-"""Rows of files: the tasks of an environment, what its `reset` takes of each, recorded episodes."""
+"""What files say of tasks: their rows, recorded episodes, and the run that wrote a model."""
 from collections import Counter
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 from tqdm import tqdm
 
 import envs
-from core.config import NO_BAR, UserError, reading
+from core.config import NO_BAR, UserError, fill, read_yaml, reading
 from core.data import read_data, shuffled, split_of
+from core.run import CONFIG, algorithm_of
 from envs.tasks import json_of
 
 needed = cache(envs.needed)  # a file may have a million rows
@@ -36,9 +39,8 @@ def tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list
             if len(names) == 1 and "env" in task:
                 task = {**task, f"{envs.COLUMN}env": task["env"]}
             tasks.append(task)
-    for what, number in dropped.items():
-        if number:
-            print(f"{path:.200}: {number} {what}: dropped ({split})")
+    for what, number in (+dropped).items():
+        print(f"{path:.200}: {number} {what}: dropped ({split})")
     if not tasks:
         raise UserError(f"{path:.200}: {name}: no rows for it, or too few rows to hold some out; "
                         "give --eval_dataset path/to/test.jsonl, or --eval_tasks 0 (not sft.py)")
@@ -121,6 +123,7 @@ def is_held_out(content) -> bool:
     return split_of(json_of(content)) == "test"
 
 
+# ----------------------------------------------------------- what runs and recorded episodes say
 def recorded_env(trajectories: str) -> str | None:
     """Return the registered environments ("a,b") that recorded episodes are of, or None.
 
@@ -128,3 +131,43 @@ def recorded_env(trajectories: str) -> str | None:
     """
     named = read_as(trajectories, lambda row, _: str(dict(row.get("info", {})).get("env")))
     return ",".join(sorted(envs.ENVS.keys() & named)) or None
+
+
+def with_env(config):
+    """Return a config of sft.py or dpo.py with the environment of a run that states none.
+
+    It is that of the recorded episodes, none for other data (--dataset), or else equations. Raises
+    UserError for flags that clash.
+    """
+    if config.dataset and config.trajectories:
+        raise UserError(f"--dataset {config.dataset} and --trajectories {config.trajectories}: "
+                        "give one; tasks to evaluate on are given with --tasks")
+    env = config.env
+    if not env and config.trajectories:
+        env = recorded_env(config.trajectories)
+    elif not env and not config.dataset:
+        env = "equations"
+    if config.tasks and not env:
+        raise UserError(f"--tasks {config.tasks}: name their environment with --env")
+    return replace(config, env=env)
+
+
+def config_of(folder) -> dict:
+    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
+    if not algorithm_of(folder):
+        return {}
+    return {name: value for _, name, value in read_yaml(Path(folder, CONFIG))}
+
+
+def as_the_run(config):
+    """Take what no flag says from the run that wrote the model: environment, tasks, dtype."""
+    run = config_of(config.model_path)
+    run["dataset"] = run.get("tasks", run.get("dataset"))  # sft.py's dataset is other data
+    for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
+        if run.get(name) and getattr(config, name) in (None, "auto"):
+            if name == "env" and ":" in run[name]:
+                # Data never chooses which code runs.
+                raise UserError(f"the run played --env {run[name]}; give --env yourself")
+            config = replace(config, **{name: run[name]})
+    config = replace(config, env=None if config.env == "none" else config.env)
+    return fill(config, envs.limits(config.env))

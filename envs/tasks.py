@@ -1,14 +1,12 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from pathlib import Path
 
 import envs
-from core.config import UserError, auto, fill, flag, read_yaml, reading
-from core.data import finite, print_dropped, shuffled
-from core.run import CONFIG, algorithm_of
+from core.config import UserError, auto, flag, reading
+from core.data import json_value, print_dropped, shuffled
 
 needed = cache(envs.needed)  # a file may have a million rows
 
@@ -67,8 +65,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     Args:
         name: the environment. Several ("a,b") take turns, and None has no tasks.
         split: "train" or "test". The two never share a row of a file.
-        dataset: task files (extras/data/mixtures.py), or None: the environment makes the tasks. Of
-            several environments, a row's "env" says which one it is for.
+        dataset: task files, or None: the environment makes the tasks.
         eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
             hash of its content.
         env_options: what `envs.options_of` returns. Every row gets them.
@@ -93,40 +90,14 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
         # Data chooses among the environments that the user named, and no other code.
         options = envs.taken(cls, env_options or {})
         columns.append([{**row, "env": env_name, **options} for row in rows])
-    tasks = list(chain.from_iterable(columns if path else zip(*columns)))
-    if path and len(names) > 1:
+    if not path:
+        return list(chain(*zip(*columns)))[:n]
+    tasks = list(chain(*columns))
+    if len(names) > 1:
         tasks = shuffled(tasks, seed)
-    if path and split == "train":
+    if split == "train":
         print_dropped(tasks, tasks[:n], f"tasks of {path:.200} are left out: {n} are asked for")
     return tasks[:n]
-
-
-def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> list[dict]:
-    """Return tasks for a config. `files`: (dataset, eval_dataset) in place of the config's."""
-    dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
-    return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
-                      envs.options_of(config), config.fields, holds_out)
-
-
-def config_of(folder) -> dict:
-    """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
-    if not algorithm_of(folder):
-        return {}
-    return {name: value for _, name, value in read_yaml(Path(folder, CONFIG))}
-
-
-def as_the_run(config):
-    """Take what no flag says from the run that wrote the model: environment, tasks, dtype."""
-    run = config_of(config.model_path)
-    run["dataset"] = run.get("tasks", run.get("dataset"))  # sft.py's dataset is other data
-    for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
-        if run.get(name) and getattr(config, name) in (None, "auto"):
-            if name == "env" and ":" in run[name]:
-                # Data never chooses which code runs.
-                raise UserError(f"the run played --env {run[name]}; give --env yourself")
-            config = replace(config, **{name: run[name]})
-    config = replace(config, env=None if config.env == "none" else config.env)
-    return fill(config, envs.limits(config.env))
 
 
 def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
@@ -144,32 +115,29 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     return rows
 
 
-def with_env(config):
-    """Return a config of sft.py or dpo.py with the environment of a run that states none.
+def tasks_for(config, split: str, n: int | None, files=None, holds_out=True) -> list[dict]:
+    """Return tasks for a config. `files`: (dataset, eval_dataset) in place of the config's."""
+    dataset, eval_dataset = files or (config.tasks, config.eval_dataset)
+    return load_tasks(config.env, split, n, config.seed, dataset, eval_dataset,
+                      envs.options_of(config), config.fields, holds_out)
 
-    It is that of the recorded episodes, none for other data (--dataset), or else equations. Raises
-    UserError for flags that clash.
+
+def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
+    """Return n training tasks and the held-out tasks of a config; no task is in both.
+
+    Where n is 0, because other data is learned from, all rows of --tasks are held out.
     """
-    if config.dataset and config.trajectories:
-        raise UserError(f"--dataset {config.dataset} and --trajectories {config.trajectories}: "
-                        "give one; tasks to evaluate on are given with --tasks")
-    env = config.env
-    if not env and config.trajectories:
-        from envs.task_files import recorded_env
-        env = recorded_env(config.trajectories)
-    elif not env and not config.dataset:
-        env = "equations"
-    if config.tasks and not env:
-        raise UserError(f"--tasks {config.tasks}: name their environment with --env")
-    return replace(config, env=env)
+    files = None if n else (None, config.eval_dataset or config.tasks)
+    train = tasks_for(config, "train", n, files, holds_out=config.eval_tasks > 0)
+    return train, drop_seen(tasks_for(config, "test", config.eval_tasks, files), train)
 
 
+# ---------------------------------------------------------------------------------------- held out
 def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     """Return the held-out tasks that are no training tasks, and print how many were dropped.
 
     Two tasks are the same if their prompt and the required arguments of `reset` are. Of a task
-    without one, all columns of the held-out tasks are compared. The training tasks may be those of
-    recorded episodes (`info["task"]`).
+    without one, all columns of the held-out tasks are compared.
     """
     names = {task["env"] for task in held_out}
     required = set().union(*(needed(envs.load(name).reset) for name in names))
@@ -183,32 +151,20 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     return unseen(held_out, training_tasks, content)
 
 
-def train_and_held_out(config, n: int) -> tuple[list[dict], list[dict]]:
-    """Return n training tasks and the held-out tasks of a config; no task is in both.
-
-    There are none without an environment. Where n is 0, because other data is learned from, all
-    rows of --tasks are held out.
-    """
-    files = None if n else (None, config.eval_dataset or config.tasks)
-    train = tasks_for(config, "train", n, files, holds_out=config.eval_tasks > 0)
-    held_out = tasks_for(config, "test", config.eval_tasks, files)
-    return train, drop_seen(held_out, train)
-
-
-def json_of(content) -> str:
-    """Return the JSON by which two contents are compared."""
-    return json.dumps(finite(content), sort_keys=True)
-
-
 def unseen(held_out: list, training: list, content) -> list:
     """Return the held-out items that are no training items, and print how many were dropped.
 
     `content` is a function that returns what identifies an item, as a JSON value.
     """
     seen = {json_of(content(item)) for item in training}
-    kept = [item for item in held_out if json_of(content(item)) not in seen]
-    print_dropped(held_out, kept, "held-out rows are also in the training data: dropped")
-    return kept
+    new = [item for item in held_out if json_of(content(item)) not in seen]
+    print_dropped(held_out, new, "held-out rows are also in the training data: dropped")
+    return new
+
+
+def json_of(content) -> str:
+    """Return the JSON by which two contents are compared."""
+    return json.dumps(json_value(content), sort_keys=True)
 
 
 def tasks_of(episodes) -> list[dict]:

@@ -4,7 +4,8 @@
     show/      notes, alarms, bars, report.html                        -> Run, episode_bar
     ranks/     torchrun                                                -> Run
     isolate/   a thread and a time-out for each environment            -> sessions
-    fast/      fused decoding, CUDA graphs, settings of the processor  -> load_model, make_engine
+    fast/      fused decoding, CUDA graphs, settings of the processor  -> load_model, make_engine,
+               fewer tokens in a forward pass                             pass_order
     memory/    --memory                                                -> load_model, LayerFlags
     models/    families beyond keys and values, the probe at load      -> load_model, make_engine
     rewards/   --rewards                                               -> rewards_of
@@ -17,7 +18,7 @@ Any folder can be deleted: core's own then takes its place.
 from functools import partial
 
 from core.config import LayerFlags, episode_bar, terminal
-from core.data import collect_groups
+from core.data import collect_groups, pass_order
 from core.engine import make_engine, sampler_of
 from core.run import Run
 from envs import rewards_of
@@ -57,6 +58,7 @@ if has("models"):
     load_model = probed(load_model)
 if has("fast"):
     from extras import fast
+    from extras.fast.order import pass_order  # noqa: F811
     make_engine = partial(fast.make_engine, make=make_engine)
 
 if has("isolate"):
@@ -77,4 +79,4 @@ if has("sandbox"):
     import extras.sandbox  # noqa: F401
 
 __all__ = ["LayerFlags", "Run", "collect_groups", "episode_bar", "load_model", "make_engine",
-           "rewards_of", "sampler_of", "sessions", "terminal"]
+           "pass_order", "rewards_of", "sampler_of", "sessions", "terminal"]

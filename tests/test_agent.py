@@ -26,6 +26,7 @@ import torch
 
 import agent
 import agent_program
+from envs.task_files import as_the_run
 from envs.tasks import load_tasks
 import envs
 from agent import Limits, Trajectory, evaluate, rollout
@@ -1320,8 +1321,8 @@ def test_a_plain_chat_remembers_what_was_said(monkeypatch):
 
 def test_the_command_takes_what_the_run_played(tmp_path):
     (tmp_path / "config.yaml").write_text("# grpo run;\nenv: gsm8k\ndataset: pairs.jsonl\ntasks: tasks.jsonl\ndtype: float32\n")
-    config = agent.as_the_run(agent_program.Config(model_path=str(tmp_path)))
+    config = as_the_run(agent_program.Config(model_path=str(tmp_path)))
     assert (config.env, config.dataset, config.dtype, config.max_new_tokens) == ("gsm8k", "tasks.jsonl", "float32", 512)
     (tmp_path / "config.yaml").write_text("# grpo run;\nenv: mine.py:Mine\n")
     with pytest.raises(UserError, match="the run played --env mine.py:Mine; give --env yourself"):
-        agent.as_the_run(agent_program.Config(model_path=str(tmp_path)))
+        as_the_run(agent_program.Config(model_path=str(tmp_path)))

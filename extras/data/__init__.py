@@ -1,8 +1,9 @@
 """Rows of other forms: tables, lists, data sets of the hub, mixtures; conversations and pairs.
 
 Importing it fills tables of core: .json, .csv, .parquet, hub:owner/name and lists of rows are then
-read as .jsonl is, also in shares and with columns of other names (mixtures.py). The fields of a
-Config take lists of rows, dicts and NumPy's numbers, and data sets of the hub get their revision.
+read as .jsonl is, also in shares and with columns of other names (mixtures.py), and JSON is read
+strictly. The fields of a Config take lists of rows, dicts and NumPy's numbers, and data sets of the
+hub get their revision.
 
     tables.py          a reader of each kind of source; messages of other forms
     mixtures.py        sources as a flag names them
@@ -12,6 +13,7 @@ Config take lists of rows, dicts and NumPy's numbers, and data sets of the hub g
 from core import config, data
 from extras.data import mixtures, tables
 
+data.JSON_RULES.update(tables.STRICT)
 data.READERS.update(tables.READERS)
 data.MIXERS.append(mixtures.rows_of)
 data.MESSAGE_FORMS.append(tables.with_our_names)

@@ -10,26 +10,42 @@ A mixture is as large as it can be without a row that comes twice: all rows of o
 the others as many as the weights ask for, drawn by the seed.
 """
 import json
+import os
+import re
 from contextlib import suppress
 
 from core.config import UserError, mix, named, say_once
-from core.data import data_sources, read_rows, shuffled
+from core.data import read_rows, shuffled
 from extras.data.tables import pinned
 
 LISTS = ("dataset", "eval_dataset", "tasks")  # flags that may hold a list of rows
+WEIGHTED = re.compile(r"(.*?)\s*(?:=\s*([0-9]*\.?[0-9]+))?", re.DOTALL)
 
 
-def rows_of(sources, fields, seed):
-    """Yield (place, row) of all rows of a data set. A place is "FILE:LINE".
+def data_sources(text: str | None) -> list[tuple[str, float | None]]:
+    """Return [(source, weight)] of "a.jsonl=0.7,b.csv=0.3". The weight None is none.
+
+    A list of rows is one source, and so is a file with a comma in its name.
+    """
+    if not text:
+        return []
+    if text.startswith("[") or os.path.exists(text):
+        return [(text, None)]
+    matches = [WEIGHTED.fullmatch(item.strip()) for item in text.split(",")]
+    return [(match[1], match[2] and float(match[2])) for match in matches]
+
+
+def rows_of(data: str, fields: str | None, seed: int):
+    """Yield (place, row) of all rows of a data set, the value of a flag. A place is "FILE:LINE".
 
     Args:
-        sources: [(source, weight)], as `data_sources` reads them.
         fields: what --fields says: "question=problem" makes the column `problem` the `question`.
         seed: of the rows that a mixture draws.
 
     Raises UserError.
     """
     columns = _columns(fields)
+    sources = data_sources(data)
     weights = [weight for _, weight in sources]
     if set(weights) == {None}:
         for source, _ in sources:

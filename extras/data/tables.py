@@ -2,7 +2,9 @@
 import ast
 import csv
 import json
+import math
 import re
+from collections import Counter
 from contextlib import suppress
 
 from core.data import json_rows, lines_of, parse_object, read_text
@@ -17,6 +19,27 @@ LIKE_MESSAGES = re.compile(
 HH_TURN = re.compile(r"\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.DOTALL)
 
 
+# -------------------------------------------------------------------------------- strict JSON
+def unique(pairs):
+    """Return the object of these pairs. Python's reader lets a key that is given twice through."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f'key "{key}" twice')
+    return value
+
+
+def finite(text):
+    """Return the number that a text spells. Python's reader lets NaN and infinity through."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+STRICT = {"object_pairs_hook": unique, "parse_float": finite, "parse_constant": finite}
+
+
+# -------------------------------------------------------------------------------------- tables
 def csv_rows(path):
     """Yield (line number, row) of a .csv file with a header. All cells are text.
 
@@ -126,7 +149,8 @@ def _as_json(path, rows):
     """Yield (row number, row) by the rules of .jsonl: no NaN, and dates and decimals are text."""
     for number, row in enumerate(rows, 1):
         with reading(path, number):
-            row = parse_object(json.dumps(row, default=_as_text), _without_nulls)
+            text = json.dumps(row, default=_as_text)
+            row = json.loads(text, **STRICT | {"object_pairs_hook": _without_nulls})
         yield number, row
 
 

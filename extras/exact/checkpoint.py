@@ -11,12 +11,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from core.data import data_sources, read_json, to_json
+from core.data import read_json, to_json
 from core.config import reading, UserError
 from core.model import base_of, checkpoints, newest
 from core.run import KEPT, TEMPORARY, Run, write_whole
 from extras.exact.environments import data_of, sources
-from extras.exact.files import fingerprint, sync
+from extras.exact.files import fingerprint, paths_in, sync
 
 DATA_FLAGS = ("dataset", "eval_dataset", "tasks", "trajectories")  # files, separated by commas
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model")
@@ -126,7 +126,7 @@ def ingredients(run) -> dict:
     if config.model_path != "tiny":
         paths |= _model_files(config.model_path)
     for name in DATA_FLAGS:
-        paths |= {path: path for path, _ in data_sources(getattr(config, name, None))}
+        paths |= {path: path for path in paths_in(getattr(config, name, None) or "")}
     if hasattr(config, "env"):
         paths |= {path: path for path in data_of(config)}
         code = sources(config)

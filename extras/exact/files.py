@@ -32,3 +32,9 @@ def fingerprint(path):
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     return {"bytes": os.path.getsize(path), "sha256": digest.hexdigest()}
+
+
+def paths_in(text):
+    """Return what the value of a flag may name as files: itself, or a and b of "a=2,b"."""
+    items = [item.strip() for item in text.split(",")]
+    return [text, *items, *(item.rpartition("=")[0] for item in items)]

@@ -10,9 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from core.config import UserError
-from core.data import data_sources
 from core.run import CONFIG, EPISODES, LOGS, algorithm_of
-from extras.exact.files import replace_lines
+from extras.exact.files import paths_in, replace_lines
 
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
@@ -67,7 +66,7 @@ def check_start(folder, values):
     for name, value in values.items():
         if name == "output_dir" or not isinstance(value, str):
             continue
-        for path, _ in data_sources(value):
+        for path in paths_in(value):
             if os.path.exists(path) and Path(path).resolve().is_relative_to(folder):
                 raise UserError(f"--{name} {path} lies in the folder to overwrite; "
                                 "give another --output_dir")

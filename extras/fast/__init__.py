@@ -8,6 +8,7 @@
     loading.py           attention and head of a loaded model, and switches of the device
     processor.py         the default of --dtype, float32 products by bf16 instructions, and freed
                          memory given back
+    order.py             which episodes share a forward pass
 
 `faster` and `make_engine` wrap core's load_model and make_engine. `speed_up` is for a model that
 is loaded already.

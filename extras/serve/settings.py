@@ -7,7 +7,7 @@ import envs
 from core.config import UserError, convert, fill, options, printable
 from core.model import DTYPES
 from core.run import CONFIG, algorithm_of
-from envs.tasks import config_of
+from envs.task_files import config_of
 from extras.serve import LOCAL
 
 # What is taken from the run, besides the dtype.

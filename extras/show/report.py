@@ -9,10 +9,10 @@ from html import escape
 from pathlib import Path
 
 from core.config import UserError, prepare_streams, reading
-from core.data import lines_of, read_json, whole
+from core.data import lines_of, read_json, without_surrogates
 from core.run import EPISODES, algorithm_of, headline, write_whole
 from envs.corpus import beginning
-from envs.tasks import config_of
+from envs.task_files import config_of
 from envs.transcripts import transcript
 from extras.show.curves import curves, number
 from extras.show.notes import log_rows, wilson
@@ -82,7 +82,7 @@ def write_html(name):
     """
     path = Path(name)
     output = path / "report.html" if path.is_dir() else path.with_suffix(".html")
-    write_whole(output, whole(page(path)))
+    write_whole(output, without_surrogates(page(path)))
     return output
 
 
