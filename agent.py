@@ -17,7 +17,7 @@ from pathlib import Path
 
 import envs
 from core.chat import Chat
-from core.config import UserError, flag, main, mix
+from core.config import UserError, flag, mix
 from core.data import is_finite, pass_at_k, print_dropped, summarise, to_json
 from core.engine import EngineProtocol, Row
 from core.model import DTYPES, facts
@@ -26,8 +26,8 @@ from envs import Limits, load_environments
 from envs.calls import shortened
 from envs.session import EpisodeFault, Session
 from envs.tasks import PlayFlags, tasks_for
-from layers import (episode_bar, load_model, make_engine, rewards_of, sampler_of, sessions,
-                    terminal)
+from layers import (episode_bar, load_model, main, make_engine, rewards_of, sampler_of,
+                    sessions, terminal)
 from lora import merged
 
 # After a tool call an episode rejoins the batch at the next multiple of so many decode steps,

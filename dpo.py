@@ -27,9 +27,9 @@ from itertools import chain
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, Run, load_model
+from layers import LayerFlags, Run, load_model, main
 from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
-                         main, nearest, options_for)
+                         nearest, options_for)
 from core.data import collate, print_dropped, shuffled_batches, unusable, without_faults
 from envs.tasks import RolloutFlags, drop_seen, tasks_of, train_and_held_out
 

@@ -24,8 +24,8 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, Run, collect_groups, load_model, pass_order
-from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, main,
+from layers import LayerFlags, Run, collect_groups, load_model, main, pass_order
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          options_for)
 from envs.tasks import RolloutFlags, train_and_held_out
 from core.data import collate, group_shares, members, per_token, unusable

@@ -5,7 +5,7 @@ and every program runs and learns without that layer.
 """
 from pathlib import Path
 
-from core.config import LayerFlags, episode_bar, terminal
+from core.config import LayerFlags, episode_bar, main, terminal
 from core.data import collect_groups, pass_order
 from core.engine import make_engine, sampler_of
 from core.run import Run
@@ -14,8 +14,8 @@ from envs.session import sessions
 from lora import load_model
 
 if Path(__file__).with_name("extras").is_dir():  # PyPI has a package "extras", too
-    from extras import (LayerFlags, Run, collect_groups, episode_bar, load_model, make_engine,
-                        pass_order, rewards_of, sampler_of, sessions, terminal)
+    from extras import (LayerFlags, Run, collect_groups, episode_bar, load_model, main,
+                        make_engine, pass_order, rewards_of, sampler_of, sessions, terminal)
 
-__all__ = ["LayerFlags", "Run", "collect_groups", "episode_bar", "load_model", "make_engine",
-           "pass_order", "rewards_of", "sampler_of", "sessions", "terminal"]
+__all__ = ["LayerFlags", "Run", "collect_groups", "episode_bar", "load_model", "main",
+           "make_engine", "pass_order", "rewards_of", "sampler_of", "sessions", "terminal"]

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from core.config import UserError, prepare_streams  # before torch: sets how its threads wait
+from core.config import UserError  # before torch: sets how its threads wait
 from core.model import DTYPES, facts
 from layers import load_model
 
@@ -60,5 +60,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    prepare_streams()
+    sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))

@@ -26,9 +26,9 @@ from functools import partial
 from statistics import fmean
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, Run, load_model, pass_order
+from layers import LayerFlags, Run, load_model, main, pass_order
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
-                         imitation_learning_rate, main, options_for)
+                         imitation_learning_rate, options_for)
 from envs.tasks import RolloutFlags, drop_seen, tasks_of, train_and_held_out
 from core.data import (collate, draw_tasks, members, per_token, played_shares, print_dropped,
                        shift_and_scale, shuffled_batches, turn_index, unusable, without_faults)

@@ -26,9 +26,9 @@ from functools import lru_cache, partial
 
 # Imported before torch: it sets how torch's threads wait.
 from envs.tasks import EnvironmentFlags, drop_seen, tasks_for, tasks_of
-from layers import LayerFlags, Run, load_model
+from layers import LayerFlags, Run, load_model, main
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
-                         imitation_learning_rate, main, options_for)
+                         imitation_learning_rate, options_for)
 
 import torch
 from torch.nn.utils import clip_grad_norm_

@@ -242,7 +242,7 @@ def measure(name):
     """
     path = Path(name)
     algorithm = program_of(path)
-    config = {key: value for _, key, value in read_yaml(path / CONFIG)} if algorithm else {}
+    config = read_yaml(path / CONFIG) if algorithm else {}
     record = SimpleNamespace(name=str(name), algorithm=algorithm, config=config, result=result_of(path),
                              logs=logs_of(path), notes=[], before=None, after=None, measured_on="episodes")
     record.episodes = late_episodes(record, path / EPISODES if algorithm else path)

@@ -26,7 +26,7 @@ import reward_weighted  # noqa: E402
 import sft  # noqa: E402
 from extras.show import report  # noqa: E402
 from envs.tasks import load_tasks
-from core.config import main
+from layers import main
 from layers import load_model
 from core.model import save_model
 from core.tiny import make_tiny  # noqa: E402

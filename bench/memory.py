@@ -24,7 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.budget import MIB, Workload, measure  # noqa: E402
-from core.config import UserError, options_for, parse  # noqa: E402
+from core.config import UserError, options_for  # noqa: E402
+from extras.hints.command_line import parse  # noqa: E402
 from layers import load_model  # noqa: E402
 from extras.memory.techniques import SETTINGS, techniques  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402

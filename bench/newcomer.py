@@ -26,7 +26,7 @@ SHUFFLED = """
 import random, sys
 import grpo
 from core import data
-from core.config import main
+from layers import main
 whole = data.shift_and_scale
 def shuffled(trajectories, scaling, bias):
     whole(trajectories, scaling, bias)

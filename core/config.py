@@ -1,32 +1,26 @@
 """Configs are dataclasses of flags: `seed: int = flag(0, "seed of everything random", low=0)`.
 
 Defaults < `--config file.yaml` < command line; of a flag given twice the last one wins, so a script
-may end in $@. Here are also the flags that all algorithms share, and `main`, which programs call.
+may end in $@. Here are also the flags that all algorithms share, the errors that end a program with
+one line, and `main`, which programs call.
 """
 import argparse
 import dataclasses
 import difflib
 import hashlib
 import inspect
-import operator
 import os
 import re
-import shlex
 import sys
 import typing
 from collections import ChainMap
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain
+from functools import cache, singledispatch
 from pathlib import Path
 from types import SimpleNamespace
 
 from tqdm import tqdm
-
-# Other files take the errors from here, too.
-from core import (EnvironmentFault, Printable, Stop, UserError, first_line, printable,  # noqa: F401
-                  reading)
 
 ONCE = ("overwrite", "resume", "unsafe_code")  # permissions for one call, which no file gives
 CODE = ("env", "rewards")  # may name files of code, which a config file does not choose
@@ -34,19 +28,16 @@ KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "
          bool: ("false", "true or false")}
 # A float32 holds no larger number, and a tensor of int32 no larger count.
 LARGEST = {int: 2**31 - 1, float: 3.4e38}
-BOUNDS = (("low", "at least", operator.ge), ("high", "at most", operator.le),
-          ("above", "greater than", operator.gt))
-# Lines of "flag of ours: its names in TRL, transformers, PEFT, verl and OpenRLHF", and of "layer:
-# flags that need it", with the values that ask for nothing.
-LINES = Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines()
-SYNONYMS = {meant: words.split() for meant, words in (line.split(": ") for line in LINES)}
 # Optional layers fill these: defaults of flags (or functions of the config), their help, functions
-# that `fill` calls with a config, how a list in YAML becomes text, and contexts around a program.
-DEFAULTS, HELP, FILLED, YAML_LISTS, AROUND = {}, {}, [], {}, []
+# that `fill` calls with a config, and contexts around a program.
+DEFAULTS, HELP, FILLED, AROUND = {}, {}, [], []
 # tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
 NO_BAR = os.environ.get("RANK", "0") != "0" or None
 say = tqdm.write  # above the bars that are shown
 say_once = cache(say)
+# Control characters but newline and tab, marks that reverse writing, and lone surrogates.
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @contextmanager
@@ -59,6 +50,63 @@ def mix(*numbers_and_texts):
     """Return a 63-bit seed that is the same on every machine, of plain numbers and texts."""
     digest = hashlib.sha256(repr(numbers_and_texts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+# ------------------------------------------------------------------------------------------ errors
+def printable(text: str) -> str:
+    r"""Return the text with control characters spelled out, the escape character as \x1b.
+
+    A terminal obeys escape sequences: OSC 52 overwrites the clipboard of the reader.
+    """
+    return UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+def first_line(error) -> str:
+    """Return the first line of an exception's message, at most 200 characters of it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+class Printable(BaseException):
+    """An exception that `main` shows in one line. `code` is the exit status."""
+
+    def __str__(self):
+        return printable(str(self.args[0]))
+
+
+class UserError(Printable, ValueError):
+    """What the user can fix; the message says how."""
+
+    code = 2
+
+
+class EnvironmentFault(Printable, RuntimeError):
+    """The code of an environment raised, did not return, or broke the contract."""
+
+    code = 6
+
+
+@contextmanager
+def reading(path, line=None):
+    """Turn every exception inside the block into a UserError that names the file and the line.
+
+    A check inside the block raises ValueError with its reason alone. A UserError passes unchanged.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        line = line or getattr(error, "lineno", None)
+        place = f"{path}:{line}" if line else path
+        raise UserError(f"{place}: {reason(error, path)}") from error
+
+
+@singledispatch
+def reason(error, path) -> str:
+    """Return what is wrong with a file. extras/hints registers words for some exceptions."""
+    if type(error) is ValueError:
+        return first_line(error)
+    return f"cannot be read ({type(error).__name__}: {first_line(error)})"
 
 
 # ---------------------------------------------------------------------------------- declaring flags
@@ -75,10 +123,9 @@ def flag(default, help="", /, **properties):
 
 
 def auto(default, help="", **properties):
-    """Declare a field whose default depends on the model or the environment.
+    """Declare a field that `fill` gives its value, which may depend on the fields before it.
 
-    `default` may be a function of the config, whose earlier fields `fill` has filled by then.
-    --help shows its docstring.
+    `default` may be a function of the config, whose docstring --help shows.
     """
     return flag(None, help, default=default, auto=True, **properties)
 
@@ -100,20 +147,21 @@ def fill(config, *tables):
 
 def options(config_class):
     """Return {field: its properties, default, kind, optional (may be None), auto and group}."""
-    hints = typing.get_type_hints(config_class)
-    flags = {}
+    hints, flags = typing.get_type_hints(config_class), {}
     for c in reversed(config_class.__mro__):
         new = {}
         for name in inspect.get_annotations(c):
             field = c.__dataclass_fields__[name]
             kind, *none = typing.get_args(hints[name]) or [hints[name]]  # of type, or type | None
-            known = {"kind": kind, "optional": bool(none), "group": getattr(c, "heading", ""),
-                     "help": "", "choices": (), "aliases": (), "low": None, "high": None,
-                     "above": None} | vars(flags.get(name, SimpleNamespace()))
-            known |= {"default": field.default, "auto": False, **field.metadata}
-            known["default"] = DEFAULTS.get(name, known["default"])
-            known["help"] = HELP.get(name, known["help"])
-            (flags if name in flags else new)[name] = SimpleNamespace(**known)
+            largest = LARGEST.get(kind)
+            option = {"kind": kind, "optional": bool(none), "group": getattr(c, "heading", ""),
+                      "help": "", "choices": (), "aliases": (), "above": None,
+                      "low": largest and -largest, "high": largest}
+            option |= vars(flags.get(name, SimpleNamespace()))
+            option |= {"default": field.default, "auto": False, **field.metadata}
+            option["default"] = DEFAULTS.get(name, option["default"])
+            option["help"] = HELP.get(name, option["help"])
+            (flags if name in flags else new)[name] = SimpleNamespace(**option)
         flags = new | flags
     return flags
 
@@ -126,14 +174,6 @@ def options_for(function, config) -> dict:
         names |= inspect.signature(function, follow_wrapped=False).parameters.keys()
         function = getattr(function, "__wrapped__", None)
     return {name: value for name, value in vars(config).items() if name in names}
-
-
-def best_dtype(config):
-    """float32, but the frozen weights of LoRA in bfloat16 on a GPU that computes in it"""
-    import torch
-    # Before Ampere GPUs only emulate it.
-    has_it = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bfloat16" if config.lora_r and has_it else "float32"
 
 
 def policy_learning_rate(config):
@@ -161,7 +201,7 @@ class ModelFlags:
     lora_dropout: float = flag(0.0, "dropout on the input of the adapter, in updates only",
                                low=0, high=0.99)
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas")
-    dtype: str | None = auto(best_dtype, "dtype of the frozen weights; auto: as they are stored",
+    dtype: str | None = auto("float32", "dtype of the frozen weights; auto: as they are stored",
                              choices=("float32", "bfloat16", "float16", "auto"))
 
 
@@ -221,178 +261,71 @@ def convert(value, option, source):
         return None
     kind, shown = option.kind, "null" if value is None else f"{value!s:.80}"
     source = f"{source} {shown or repr('')}"
-    if isinstance(value, str):
-        value = _parse_text(value, kind)
+    if isinstance(value, str) and kind is bool:
+        value = {"true": True, "false": False}.get(value.lower())
+    # int() and float() also read "1_0", "nan" and digits of other scripts.
+    elif isinstance(value, str) and kind is not str and re.fullmatch("[-+.0-9eE]+", value):
+        with suppress(ValueError):
+            value = kind(value)
     numbers = (int, float) if kind is float else kind
     if not isinstance(value, numbers) or isinstance(value, bool) != (kind is bool):
         raise UserError(f"{source}: not {KINDS[kind][1]}")
     if not str(value).strip() and value != option.default:
         raise UserError(f"{source}: is empty; give a value, or leave it out")
-    # Of NaN every comparison is false.
-    if kind in LARGEST and not abs(value) <= LARGEST[kind]:
-        raise UserError(f"{source}: not a finite number of at most {LARGEST[kind]}")
     if option.choices and value not in option.choices:
         raise UserError(f"{source}: must be one of {', '.join(option.choices)}")
-    for name, words, holds in BOUNDS:
-        bound = getattr(option, name)
-        if bound is not None and not holds(value, bound):
-            raise UserError(f"{source}: must be {words} {bound}")
+    # Of NaN every comparison is false.
+    if option.above is not None and not value > option.above:
+        raise UserError(f"{source}: must be greater than {option.above}")
+    if option.low is not None and not value >= option.low:
+        raise UserError(f"{source}: must be at least {option.low}")
+    if option.high is not None and not value <= option.high:
+        raise UserError(f"{source}: must be at most {option.high}")
     return value
 
 
-def _parse_text(text, kind):
-    """Return the value that a text of the command line or of a YAML file means, or None."""
-    if kind is str:
-        return text
-    if kind is bool:
-        return {"true": True, "false": False}.get(text.lower())
-    # int() and float() also read "1_0", "nan" and digits of other scripts.
-    if re.fullmatch("[-+.0-9eE]+", text):
-        with suppress(ValueError):
-            return kind(text)
-
-
-def read_yaml(path):
-    """Yield (line number, name, value) for each option in a YAML file.
-
-    A value is the text as typed, or None: `yaml.safe_load` makes False of no and 8 of 010.
-    """
+def read_yaml(path) -> dict:
+    """Return {name: value} of a flat YAML file. A value is the text as typed, or None for null."""
     import yaml
     with reading(path):
-        try:
-            root = yaml.compose(Path(path).read_text("utf-8-sig"), Loader=yaml.SafeLoader)
-        except yaml.MarkedYAMLError as error:
-            raise UserError(f"{path}:{error.problem_mark.line + 1}: cannot be read as YAML: "
-                            f"{error.problem}") from None
-    if root and root.id != "mapping":
-        raise UserError(f"{path}:1: give lines `name: value`")
-    for key, node in root.value if root else ():
-        with reading(path, node.start_mark.line + 1):
-            if node.id == "sequence" and key.value in YAML_LISTS:
-                value = YAML_LISTS[key.value](node)
-            elif {key.id, node.id} == {"scalar"}:
-                value = None if node.tag == "tag:yaml.org,2002:null" else node.value
-            else:
-                raise ValueError("give lines `name: value`, nothing nested")
-        yield key.start_mark.line + 1, key.value, value
-
-
-def code_flags(values):
-    """Return the flags that name or permit code, which --config does not give."""
-    words = ["--unsafe_code"] if values.get("unsafe_code") else []
-    for name in CODE:
-        if ":" in str(values.get(name)):
-            words += [f"--{name}", values[name]]
-    return words
+        # yaml.safe_load would make False of no and 8 of 010.
+        values = yaml.load(Path(path).read_text("utf-8-sig"), Loader=yaml.BaseLoader) or {}
+        if not all(isinstance(value, str) for value in values.values()):
+            raise ValueError("give lines `name: value`, nothing nested")
+    return {name: None if value in ("null", "~") else value for name, value in values.items()}
 
 
 # --------------------------------------------------------------------------------- the command line
 def parse(config_class, argv, description=""):
-    """Return the config that the command line asks for. Of its --config files the last one wins."""
+    """Return the config that the command line and its --config files ask for. Raises UserError.
+
+    extras/hints has another one, which says more about itself and about what it refuses.
+    """
     flags = options(config_class)
-    try:
-        given, unknown = _make_parser(flags, description).parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error.argument_name}: needs a value") from None
-    if unknown:
-        option = unknown[0].partition("=")[0]
-        if not option.startswith("--") or option == "--":
-            raise UserError(f"unexpected argument {unknown[0]}; options are written --name value")
-        known = [*_names(flags), "config", "help"]
-        raise _unknown(option[2:].replace("-", "_"), known, prefix="--")
-    values = {}
-    for path in given.config:
-        values.update(_yaml_values(path, flags))
-        # A run is where its config.yaml is: its folder may have been moved.
-        if "resume" in given and re.match("# .+ run", Path(path).read_text("utf-8")):
-            values["output_dir"] = os.path.dirname(path) or "."
-    del given.config
-    code = code_flags({name: value for name, value in values.items() if name not in given})
-    if code:
-        raise UserError(f"{code[0]} {code[1]}: a config file does not choose which code runs; if "
-                        f"you trust it, add {shlex.join(code)} to the command")
-    for name, text in vars(given).items():
-        option = flags[name]
-        # None means that an auto flag was not given. There "none" is a value like others.
-        is_none = option.optional and not option.auto and text.lower() in ("none", "null")
-        values[name] = convert(None if is_none else text, option, f"--{name}")
-    return config_class(**values)
-
-
-def _make_parser(flags, description):
-    """Return the argparse parser of these flags, which leaves out what is not given."""
     parser = argparse.ArgumentParser(
-        usage="python %(prog)s [--config file.yaml] [--name value] [--no_switch]",
-        description=(description or "").strip().split("\n\n")[0],
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=36),
-        argument_default=argparse.SUPPRESS, allow_abbrev=False, exit_on_error=False)
+        usage="python %(prog)s [--config FILE.yaml] [--name value]", allow_abbrev=False,
+        description=(description or "").partition("\n\n")[0], argument_default=argparse.SUPPRESS)
     # Otherwise argparse takes -1e-4 for the name of an option.
     parser._negative_number_matcher = re.compile(r"-\.?\d")
-    parser.add_argument("--config", metavar="FILE", action="append", default=[],
-                        help="YAML file of options; the command line overrides it")
-    groups = {"": parser}
+    parser.add_argument("--config", metavar="FILE.yaml", action="append", default=[])
     for name, option in flags.items():
-        if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
-        spellings = [f"--{word}" for word in (name, *option.aliases)]
+        default = option.default.__doc__ if callable(option.default) else option.default
         switch = {"nargs": "?", "const": "true"} if option.kind is bool else {}
-        action = groups[option.group].add_argument(
-            *spellings, dest=name, metavar=KINDS[option.kind][0], help=_help_text(option), **switch)
-        action.option_strings = spellings[:1]  # --help shows the first
-        if switch:
-            parser.add_argument(f"--no_{name}", dest=name, action="store_const", const="false",
-                                help=argparse.SUPPRESS)
-    return parser
-
-
-def _help_text(option):
-    """Return the help text of a flag: its meaning, other names, choices and default."""
-    words = [option.help]
-    if option.aliases:
-        words.append("same as --" + ", --".join(option.aliases))
-    if option.choices:
-        words.append("one of " + ", ".join(option.choices))
-    default = option.default.__doc__ if callable(option.default) else str(option.default)
-    if option.default is not None:
-        words.append(f"default: {default or repr('')}")
-    return "; ".join(words).replace("%", "%%")
-
-
-def _names(flags):
-    """Return {name or alias: field name}."""
-    names = {}
-    for name, option in flags.items():
-        names |= dict.fromkeys((name, *option.aliases), name)
-    return names
-
-
-def _yaml_values(path, flags):
-    """Return {field name: checked value} of a YAML file."""
-    names, values = _names(flags), {}
-    for line, key, value in read_yaml(path):
-        place, name = f"{path}:{line}", names.get(key)
-        if not name:
-            if f"{key}={value}" in chain(*SYNONYMS.values()):
-                continue  # a layer's flag that asks for nothing, in a run made where the layer was
-            raise _unknown(key, names, f"{place}: ")
-        if name in ONCE:
-            raise UserError(f"{place}: {key} is given on the command line only: --{name}")
-        if name in values:
-            raise UserError(f"{place}: {key} is given twice")
-        values[name] = convert(value, flags[name], f"{place}: {key}")
-    return values
-
-
-def _unknown(name, known, place="", prefix=""):
-    """Return the UserError for an unknown flag: what was meant, by meaning or else by spelling."""
-    hint = nearest(name, known, prefix)
-    for meant, synonyms in SYNONYMS.items():
-        names = [word.partition("=")[0] for word in synonyms]
-        if name in names and "/" in meant:
-            return UserError(f"{place}{prefix}{name} needs {meant}, which is not here")
-        if name in names and meant.split()[0] in known:
-            hint = f"did you mean {prefix}{meant}?"
-    return UserError(f"{place}unknown option {prefix}{name}; {hint}")
+        parser.add_argument(*(f"--{word}" for word in (name, *option.aliases)), dest=name,
+                            metavar=KINDS[option.kind][0], **switch,
+                            help=f"{option.help}; default: {default}".replace("%", "%%"))
+    given, values = vars(parser.parse_args(argv)), {}
+    for path in given.pop("config"):
+        for name, value in read_yaml(path).items():
+            if name not in flags or name in ONCE:
+                raise UserError(f"{path}: {name} is no option of a file; {nearest(name, flags)}")
+            if name in CODE and ":" in str(value) and name not in given:
+                raise UserError(f"{path}: a config file does not choose which code runs; if you "
+                                f"trust it, add --{name} {value} to the command")
+            values[name] = convert(value, flags[name], f"{path}: {name}")
+    for name, text in given.items():
+        values[name] = convert(text, flags[name], f"--{name}")
+    return config_class(**values)
 
 
 def nearest(name, known, prefix="", otherwise="--help lists them"):
@@ -402,14 +335,14 @@ def nearest(name, known, prefix="", otherwise="--help lists them"):
 
 
 # ---------------------------------------------------------------------------------------- a program
-def main(config_class, train, doc):
+def main(config_class, train, doc, parse=parse):
     """Run `train` with the config of the command line.
 
     What ends it is printed in one line. The exit status is 0, 1 (an error of ours or a library), 2
     (what the user can fix), 3 (three updates in a row not finite), 4 (the disk is full), 5 (another
     rank is gone), 6 (the environment is broken), or 128 + the number of a signal.
     """
-    prepare_streams()
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         with ExitStack() as around:
             for context in AROUND:
@@ -418,13 +351,10 @@ def main(config_class, train, doc):
     except Printable as error:
         print(shown(error), file=sys.stderr)
         sys.exit(error.code)
-    except BrokenPipeError:  # of `| head`
-        print(shown("nobody reads the output"), file=sys.stderr)
-        sys.exit(1)
     except ModuleNotFoundError as error:
-        layer = "/".join(error.name.split(".")[:2])
-        if not layer.startswith("extras"):
+        if not error.name.startswith("extras."):
             raise
+        layer = "/".join(error.name.split(".")[:2])
         print(shown(f"what was asked for needs {layer}, which is not here"), file=sys.stderr)
         sys.exit(UserError.code)
 
@@ -438,13 +368,3 @@ def shown(error, rank=""):
 def terminal(config_class, command, module):
     """Return the Config and the command of a program to talk to: extras/serve has another chat."""
     return config_class, command
-
-
-def prepare_streams():
-    """Let printing never fail, and the libraries draw their bars for a terminal alone."""
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    if hasattr(sys.stdin, "reconfigure"):  # that of a test has not
-        sys.stdin.reconfigure(errors="replace")
-    if not sys.stderr.isatty():
-        for library in ("HF_HUB", "HF_DATASETS"):
-            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")

@@ -156,7 +156,7 @@ def config_of(folder) -> dict:
     """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
     if not algorithm_of(folder):
         return {}
-    return {name: value for _, name, value in read_yaml(Path(folder, CONFIG))}
+    return read_yaml(Path(folder, CONFIG))
 
 
 def as_the_run(config):

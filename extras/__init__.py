@@ -11,13 +11,14 @@
     rewards/   --rewards                                               -> rewards_of
     vllm/      --sampler, --rollout_ahead                              -> sampler_of, collect_groups
     serve/     --serve, and a chat that shows turns as they come       -> terminal
+    hints/     what was meant by an input that is refused, and where   -> main
     adapters/, data/, sandbox/                                         fill tables of core and envs
 
 Any folder can be deleted: core's own then takes its place.
 """
 from functools import partial
 
-from core.config import LayerFlags, episode_bar, terminal
+from core.config import LayerFlags, episode_bar, main, terminal
 from core.data import collect_groups, pass_order
 from core.engine import make_engine, sampler_of
 from core.run import Run
@@ -69,6 +70,8 @@ if has("vllm"):
     from extras.vllm import collect_groups, sampler_of  # noqa: F811
 if has("serve"):
     from extras.serve import terminal  # noqa: F811
+if has("hints"):
+    from extras.hints import main  # noqa: F811
 
 # These fill tables as they are imported.
 if has("adapters"):
@@ -78,5 +81,5 @@ if has("data"):
 if has("sandbox"):
     import extras.sandbox  # noqa: F401
 
-__all__ = ["LayerFlags", "Run", "collect_groups", "episode_bar", "load_model", "make_engine",
-           "pass_order", "rewards_of", "sampler_of", "sessions", "terminal"]
+__all__ = ["LayerFlags", "Run", "collect_groups", "episode_bar", "load_model", "main",
+           "make_engine", "pass_order", "rewards_of", "sampler_of", "sessions", "terminal"]

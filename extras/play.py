@@ -15,8 +15,9 @@ from functools import partial
 import envs
 from envs.calls import shorten
 from envs.tasks import EnvironmentFlags, tasks_for
-from core.config import EnvironmentFault, UserError, flag, main, printable
+from core.config import EnvironmentFault, UserError, flag, printable
 from core.tool_calls import parse_tool_calls
+from extras import main
 
 PYTHON_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)", re.S)
 

@@ -38,7 +38,8 @@ from extras.serve import chat as talk, settings
 from episodes import read_trajectories, trajectory_of
 from schooling import demonstrate
 from core.run import OneProcess
-from core.config import EnvironmentFault, UserError, main, mix
+from core.config import EnvironmentFault, UserError, mix
+from layers import main
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 from core.engine import Engine, Row, make_engine

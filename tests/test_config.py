@@ -17,11 +17,11 @@ import grpo
 import reward_weighted
 import sft
 from layers import LayerFlags
-from core.config import (ModelFlags, RunFlags, SYNONYMS, TrainingFlags, UserError, auto, fill, flag,
-                         options, parse)
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, options)
 from envs.tasks import RolloutFlags
 from layers import Run
 import agent_program
+from extras.hints.command_line import SYNONYMS, parse
 from extras.memory import MemoryFlags
 
 
@@ -58,10 +58,10 @@ def test_accepts(line, name, value):
     ("--learning_rate 1e-4x", "--learning_rate 1e-4x: not a number"),
     ("--learning_rate nan", "--learning_rate nan: not a number"),
     ("--learning_rate inf", "--learning_rate inf: not a number"),
-    ("--learning_rate 1e999", "--learning_rate 1e999: not a finite number of at most 3.4e+38"),
-    ("--learning_rate 1e39", "--learning_rate 1e39: not a finite number of at most 3.4e+38"),
-    (f"--batch_size 1{'0' * 400}", f"--batch_size 1{'0' * 79}: not a finite number of at most 2147483647"),
-    ("--batch_size 2147483648", "--batch_size 2147483648: not a finite number of at most 2147483647"),
+    ("--learning_rate 1e999", "--learning_rate 1e999: must be at most 3.4e+38"),
+    ("--learning_rate 1e39", "--learning_rate 1e39: must be at most 3.4e+38"),
+    (f"--batch_size 1{'0' * 400}", f"--batch_size 1{'0' * 79}: must be at most 2147483647"),
+    ("--batch_size 2147483648", "--batch_size 2147483648: must be at most 2147483647"),
     ("--learning_rate 1_0", "--learning_rate 1_0: not a number"),
     ("--learning_rate 0", "--learning_rate 0: must be greater than 0"),
     ("--learning_rate -1", "--learning_rate -1: must be greater than 0"),
@@ -141,7 +141,7 @@ def test_defaults_then_yaml_then_command_line(tmp_path):
     ("seed:\n", ":1: seed null: not a whole number"), ("batch_size: 0", ":1: batch_size 0: must be at least 1"),
     ("batch_size: 2.5", ":1: batch_size 2.5: not a whole number"), ("seed: true", ":1: seed true: not a whole number"),
     ("learning_rate: .nan", ":1: learning_rate .nan: not a number"),
-    (f"batch_size: 1{'0' * 400}", f":1: batch_size 1{'0' * 79}: not a finite number of at most 2147483647"),
+    (f"batch_size: 1{'0' * 400}", f":1: batch_size 1{'0' * 79}: must be at most 2147483647"),
     ("seed: [1]", ":1: give lines `name: value`, nothing nested"),
     ("load_in_4bit: 1", ":1: load_in_4bit 1: not true or false"),
     ("loss: x", ":1: loss x: must be one of grpo, dapo, gspo"),

@@ -15,7 +15,8 @@ import sft
 from envs import load
 from envs.tasks import load_tasks
 from schooling import demonstrate
-from core.config import options, parse
+from core.config import options
+from extras.hints.command_line import parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -12,10 +12,13 @@ hub get their revision.
 """
 from core import config, data
 from extras.data import mixtures, tables
+from extras.presence import has
 
 data.JSON_RULES.update(tables.STRICT)
 data.READERS.update(tables.READERS)
 data.MIXERS.append(mixtures.rows_of)
 data.MESSAGE_FORMS.append(tables.with_our_names)
-config.YAML_LISTS.update(dict.fromkeys(mixtures.LISTS, tables.rows_as_json))
 config.FILLED += [mixtures.write_as_text, mixtures.pin_revisions]
+if has("hints"):
+    from extras.hints.command_line import YAML_LISTS
+    YAML_LISTS.update(dict.fromkeys(mixtures.LISTS, tables.rows_as_json))

@@ -9,7 +9,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from core.config import Printable, Stop, first_line
+from core.config import Printable, first_line
+from extras.stop import Stop
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # SIGINT is Ctrl-C, SIGHUP a closed terminal.
@@ -74,6 +75,8 @@ class Signals:
         if self.signum and isinstance(error, Printable) and isinstance(error, RuntimeError):
             # The signal ended another rank, or a process of the environment, too.
             return Stop(f"stopped by {self.name}{notes}", 128 + self.signum)
+        if isinstance(error, BrokenPipeError):  # of `| head`
+            return Stop("nobody reads the output", 1)
         if is_disk_full(error):
             then = ""
             if self.run:

@@ -66,7 +66,7 @@ def _compare(run):
     config, path = run.config, run.folder / CONFIG
     flags = options(type(config))
     began = {name: convert(value, flags[name], f"{path}: {name}")
-             for _, name, value in read_yaml(path) if name in flags and name not in FREE}
+             for name, value in read_yaml(path).items() if name in flags and name not in FREE}
     if config.max_steps is None:
         config.max_steps = began.get("max_steps")
     values = vars(config)

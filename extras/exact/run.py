@@ -9,7 +9,7 @@ import shutil
 import sys
 
 import core.run
-from core.config import Stop, code_flags, convert, options, printable, say
+from core.config import CODE, convert, options, printable, say
 from core.data import to_json
 from core.run import CONFIG, EPISODES, LOGS, TEMPORARY, cut_log, set_aside, write_whole
 from extras.exact.checkpoint import RESTORED, check_room, fingerprints, ingredients, prune, seal
@@ -17,6 +17,7 @@ from extras.exact.files import sync
 from extras.exact.output_folder import enter, is_too_large, lock, thin_episodes
 from extras.exact.process import Signals
 from extras.exact.resuming import continue_run
+from extras.stop import Stop
 
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
 
@@ -69,9 +70,15 @@ class Run(core.run.Run):
         module = sys.modules[type(self.config).__module__]
         self.program = getattr(module, "__file__", f"{self.algorithm}.py")
         launcher = ranks.launcher() if ranks.world > 1 else ["python"]
-        path = os.path.join(self.config.output_dir, CONFIG)
-        self.command = shlex.join([*launcher, os.path.relpath(self.program), "--config", path,
-                                   *code_flags(vars(self.config)), "--resume"])
+        words = [*launcher, os.path.relpath(self.program), "--config",
+                 os.path.join(self.config.output_dir, CONFIG)]
+        # What names or permits code, a config file does not give.
+        if getattr(self.config, "unsafe_code", False):
+            words.append("--unsafe_code")
+        for name in CODE:
+            if ":" in str(getattr(self.config, name, "")):
+                words += [f"--{name}", getattr(self.config, name)]
+        self.command = shlex.join([*words, "--resume"])
         # __main__:Class or __mp_main__:Class: no program finds it.
         if "main__:" in self.command:
             self.command = "the same call with resume=True"

@@ -1,6 +1,7 @@
 """The processor: which of its ways are used, float32 products, and memory that was freed."""
 import ctypes
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 
 # What this layer does. Taken out one by one, bench/layers.py measures what each is worth.
 USED = {"fused", "products", "float32"}
+# Torch 2.11 says on a GPU that the thread of its first backward pass had no context yet.
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
 
 def best_dtype(config):

@@ -24,7 +24,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from extras.background import in_thread
 import core.run
 from core.run import OneProcess
-from core.config import AROUND, Printable, Stop, UserError, first_line, shown
+from core.config import AROUND, Printable, UserError, first_line, shown
+from extras.stop import Stop
 
 WAIT = timedelta(hours=24)  # for a rank that lives, such as one with a longer rollout
 TIMEOUT = timedelta(minutes=5)  # of a collective, once all ranks are there

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import envs
 from core.chat import Chat
-from core.config import Stop, UserError, flag, mix, printable
+from core.config import UserError, flag, mix, printable
 from envs.transcripts import message_lines, transcript
 from core.data import pass_at_k, summarise, to_json
 from core.engine import Row
@@ -27,6 +27,7 @@ from core.run import set_aside
 from envs.tasks import tasks_for
 from extras.serve import serve
 from extras.serve.settings import check, settle
+from extras.stop import Stop
 from lora import merged
 
 WIDTH = 79  # of the lines that introduce an environment

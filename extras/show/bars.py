@@ -1,4 +1,6 @@
 """What is shown of episodes that are played: a bar, which only a terminal gets, and notes."""
+import os
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
@@ -6,6 +8,11 @@ from functools import partial
 from tqdm import tqdm
 
 from core.config import NO_BAR, say_once
+
+# The bars of transformers and the hub, which they look up as they are imported.
+if not sys.stderr.isatty() and "ipykernel" not in sys.modules:
+    for library in ("HF_HUB", "HF_DATASETS"):
+        os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
 def duration(seconds):

@@ -8,7 +8,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from core.config import UserError, prepare_streams, reading
+from core.config import UserError, reading
 from core.data import lines_of, read_json, without_surrogates
 from core.run import EPISODES, algorithm_of, headline, write_whole
 from envs.corpus import beginning
@@ -211,7 +211,7 @@ def main(argv):
 
 def program():
     """Write the pages, or end with one line that says why not."""
-    prepare_streams()
+    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main(sys.argv[1:])
     except (UserError, OSError) as error:

@@ -7,7 +7,9 @@ import pytest
 
 from envs.tasks import load_tasks
 from core.data import read_json, read_rows as rows_of
-from core.config import Stop, UserError, printable, read_yaml, reading
+from core.config import UserError, printable, reading
+from extras.stop import Stop
+from extras.hints.command_line import read_yaml
 
 
 def read_rows(path):

@@ -19,7 +19,9 @@ import reward_weighted
 import schooling
 import sft
 from core.data import read_rows as rows_of
-from core.config import parse, UserError, main
+from core.config import UserError
+from extras.hints.command_line import parse
+from layers import main
 from layers import load_model
 
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}

@@ -22,7 +22,8 @@ from core.data import read_data
 from extras.data.mixtures import data_sources
 from envs.task_files import is_held_out
 from envs.tasks import load_tasks
-from core.config import UserError, parse, read_yaml, reading
+from core.config import UserError, reading
+from extras.hints.command_line import parse, read_yaml
 from extras.data.tables import pinned
 from extras.serve import settings
 

@@ -21,7 +21,8 @@ from extras.exact import run as exact_run
 from core.run import algorithm_of
 from extras.exact.checkpoint import check_base, prune, read_state
 from core.model import checkpoints
-from core.config import Stop, UserError
+from core.config import UserError
+from extras.stop import Stop
 from layers import Run
 from layers import load_model
 

@@ -32,7 +32,8 @@ from core import run
 from extras.exact.checkpoint import _checksum, read_state
 from core.model import base_of, checkpoints
 from layers import Run
-from core.config import UserError, parse
+from core.config import UserError
+from extras.hints.command_line import parse
 from core.data import to_json
 from extras.exact.resuming import _sequences
 from layers import load_model
@@ -413,8 +414,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_go_on(stopped, t
         "import resource, signal, sys; import sft; from core import config as program\n"
         f"chosen = sft.Config(**{vars(again)!r})\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
-        "program.parse = lambda *_: chosen\n"
-        "program.main(sft.Config, sft.train, '')")
+        "program.main(sft.Config, sft.train, '', lambda *_: chosen)")
     done = programs.run(tmp_path / "full.py")
     assert done.returncode == 4, done.stderr
     assert re.search(r"the disk is full \(.*\); earlier checkpoints are whole; make room, then: python", done.stderr)
@@ -539,7 +539,7 @@ import sys
 sys.path[:0] = [{root!r}, "."]
 from dataclasses import dataclass
 import mylosses, sft
-from core.config import main
+from layers import main
 @dataclass(kw_only=True)
 class Config(sft.Config):
     output_dir: str = "r"

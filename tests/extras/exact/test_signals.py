@@ -29,7 +29,8 @@ from core import run
 from core import run as core_run
 from extras.show.notes import Alarms, alarms
 from core.model import checkpoints
-from core.config import options, Stop
+from core.config import options
+from extras.stop import Stop
 from core.run import OneProcess
 from layers import Run
 from extras.exact.process import Signals

@@ -18,7 +18,8 @@ import agent
 import envs
 import envs.session
 from agent import Limits, rollout
-from core.config import EnvironmentFault, Stop
+from core.config import EnvironmentFault
+from extras.stop import Stop
 from core.data import to_json
 from envs.tasks import load_tasks
 from extras import isolate

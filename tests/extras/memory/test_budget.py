@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from bench import budget, memory as bench_memory
 from bench.budget import Workload, measure, standing_for
 from bench.memory import advice, fitting, on_card, print_settings, step_mib
-from core.config import UserError, parse
+from core.config import UserError
+from extras.hints.command_line import parse
 from extras.fast import attention
 from layers import load_model
 from core.logprobs import token_logprobs

@@ -20,7 +20,8 @@ from extras.exact.environments import sources
 from extras.vllm.ahead import Ahead
 from envs.tasks import load_tasks
 from core.data import summarise
-from core.config import UserError, parse
+from core.config import UserError
+from extras.hints.command_line import parse
 from core.tiny import make_tiny
 
 MODEL, TOKENIZER = make_tiny()

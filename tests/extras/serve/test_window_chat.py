@@ -21,7 +21,8 @@ from envs.gsm8k import GSM8K
 from episodes import read_trajectories
 from envs.transcripts import message_lines
 from core.data import to_json
-from core.config import UserError, main
+from core.config import UserError
+from layers import main
 from core.chat import Chat
 from core.engine import Engine, Row
 from extras.serve import chat as talk, settings

@@ -20,7 +20,8 @@ from envs.tasks import train_and_held_out
 from core.run import headline
 from extras.show import bars
 from extras.show import notes
-from core.config import Stop, options
+from core.config import options
+from extras.stop import Stop
 from extras.exact.process import Signals
 from core.tiny import make_tiny
 

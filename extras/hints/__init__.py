@@ -1,0 +1,54 @@
+"""What an input means that is wrong, or written for another library.
+
+    command_line.py  parse overrides core.config.parse: help in groups, what was meant, and where
+    synonyms.txt     our flags: their names in TRL, transformers, PEFT, verl and OpenRLHF. Also
+                     layers: the flags that need them, with the values that ask for nothing
+
+Importing it gives words to what the reading of a file may raise.
+"""
+import json
+import sys
+
+import yaml
+
+import core.config
+from core.config import UserError, reason
+from extras.hints.command_line import parse
+
+__all__ = ["main"]
+
+
+def main(config_class, train, doc):
+    """Override core.config.main: the command line is explained, and any bytes can be typed."""
+    if hasattr(sys.stdin, "reconfigure"):  # that of a test has not
+        sys.stdin.reconfigure(errors="replace")
+    core.config.main(config_class, train, doc, parse)
+
+
+@reason.register
+def _(error: KeyError, path):
+    return f"no {error} in it"
+
+
+@reason.register
+def _(error: UnicodeDecodeError, path):
+    return f"byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8"
+
+
+@reason.register
+def _(error: json.JSONDecodeError, path):
+    return f"not JSON: {error.msg} at column {error.colno}"
+
+
+@reason.register
+def _(error: OSError, path):
+    # Of another file, such as one of the hub's cache, the error itself says which.
+    if error.strerror and error.filename in (None, str(path)):
+        return error.strerror
+    return reason.dispatch(object)(error, path)
+
+
+@reason.register
+def _(error: yaml.MarkedYAMLError, path):
+    raise UserError(f"{path}:{error.problem_mark.line + 1}: cannot be read as YAML: "
+                    f"{error.problem}")

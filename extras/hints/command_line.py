@@ -1,0 +1,148 @@
+"""The command line and YAML files of options: where an input is wrong, and what was meant by it."""
+import argparse
+import os
+import re
+import shlex
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import yaml
+
+from core.config import CODE, KINDS, ONCE, UserError, convert, nearest, options, reading
+
+LINES = Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines()
+SYNONYMS = {meant: words.split() for meant, words in (line.split(": ") for line in LINES)}
+# extras/data fills it: how a list of a flag in YAML becomes text.
+YAML_LISTS = {}
+
+
+def parse(config_class, argv, description=""):
+    """Return the config that the command line asks for. Of its --config files the last one wins."""
+    flags = options(config_class)
+    try:
+        given, unknown = _make_parser(flags, description).parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error.argument_name}: needs a value") from None
+    if unknown:
+        option = unknown[0].partition("=")[0]
+        if not option.startswith("--") or option == "--":
+            raise UserError(f"unexpected argument {unknown[0]}; options are written --name value")
+        known = [*_names(flags), "config", "help"]
+        raise _unknown(option[2:].replace("-", "_"), known, prefix="--")
+    values = {}
+    for path in given.config:
+        values.update(_yaml_values(path, flags))
+        # A run is where its config.yaml is: its folder may have been moved.
+        if "resume" in given and re.match("# .+ run", Path(path).read_text("utf-8")):
+            values["output_dir"] = os.path.dirname(path) or "."
+    del given.config
+    code = []
+    for name in CODE:
+        if ":" in str(values.get(name)) and name not in given:
+            code += [f"--{name}", values[name]]
+    if code:
+        raise UserError(f"{code[0]} {code[1]}: a config file does not choose which code runs; if "
+                        f"you trust it, add {shlex.join(code)} to the command")
+    for name, text in vars(given).items():
+        option = flags[name]
+        # None means that an auto flag was not given. There "none" is a value like others.
+        is_none = option.optional and not option.auto and text.lower() in ("none", "null")
+        values[name] = convert(None if is_none else text, option, f"--{name}")
+    return config_class(**values)
+
+
+def _make_parser(flags, description):
+    """Return the argparse parser of these flags, which leaves out what is not given."""
+    parser = argparse.ArgumentParser(
+        usage="python %(prog)s [--config file.yaml] [--name value] [--no_switch]",
+        description=(description or "").strip().split("\n\n")[0],
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=36),
+        argument_default=argparse.SUPPRESS, allow_abbrev=False, exit_on_error=False)
+    # Otherwise argparse takes -1e-4 for the name of an option.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
+    parser.add_argument("--config", metavar="FILE", action="append", default=[],
+                        help="YAML file of options; the command line overrides it")
+    groups = {"": parser}
+    for name, option in flags.items():
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        spellings = [f"--{word}" for word in (name, *option.aliases)]
+        switch = {"nargs": "?", "const": "true"} if option.kind is bool else {}
+        action = groups[option.group].add_argument(
+            *spellings, dest=name, metavar=KINDS[option.kind][0], help=_help_text(option), **switch)
+        action.option_strings = spellings[:1]  # --help shows the first
+        if switch:
+            parser.add_argument(f"--no_{name}", dest=name, action="store_const", const="false",
+                                help=argparse.SUPPRESS)
+    return parser
+
+
+def _help_text(option):
+    """Return the help text of a flag: its meaning, other names, choices and default."""
+    words = [option.help]
+    if option.aliases:
+        words.append("same as --" + ", --".join(option.aliases))
+    if option.choices:
+        words.append("one of " + ", ".join(option.choices))
+    default = option.default.__doc__ if callable(option.default) else str(option.default)
+    if option.default is not None:
+        words.append(f"default: {default or repr('')}")
+    return "; ".join(words).replace("%", "%%")
+
+
+def _names(flags):
+    """Return {name or alias: field name}."""
+    names = {}
+    for name, option in flags.items():
+        names |= dict.fromkeys((name, *option.aliases), name)
+    return names
+
+
+def _yaml_values(path, flags):
+    """Return {field name: checked value} of a YAML file."""
+    names, values = _names(flags), {}
+    for line, key, value in read_yaml(path):
+        place, name = f"{path}:{line}", names.get(key)
+        if not name:
+            if f"{key}={value}" in chain(*SYNONYMS.values()):
+                continue  # a layer's flag that asks for nothing, in a run made where the layer was
+            raise _unknown(key, names, f"{place}: ")
+        if name in ONCE:
+            raise UserError(f"{place}: {key} is given on the command line only: --{name}")
+        if name in values:
+            raise UserError(f"{place}: {key} is given twice")
+        values[name] = convert(value, flags[name], f"{place}: {key}")
+    return values
+
+
+def read_yaml(path):
+    """Yield (line number, name, value) for each option in a YAML file.
+
+    A value is the text as typed, or None: `yaml.safe_load` makes False of no and 8 of 010.
+    """
+    with reading(path):
+        root = yaml.compose(Path(path).read_text("utf-8-sig"), Loader=yaml.SafeLoader)
+    if root and root.id != "mapping":
+        raise UserError(f"{path}:1: give lines `name: value`")
+    for key, node in root.value if root else ():
+        with reading(path, node.start_mark.line + 1):
+            if node.id == "sequence" and key.value in YAML_LISTS:
+                value = YAML_LISTS[key.value](node)
+            elif {key.id, node.id} == {"scalar"}:
+                value = None if node.tag == "tag:yaml.org,2002:null" else node.value
+            else:
+                raise ValueError("give lines `name: value`, nothing nested")
+        yield key.start_mark.line + 1, key.value, value
+
+
+def _unknown(name, known, place="", prefix=""):
+    """Return the UserError for an unknown flag: what was meant, by meaning or else by spelling."""
+    hint = nearest(name, known, prefix)
+    for meant, synonyms in SYNONYMS.items():
+        names = [word.partition("=")[0] for word in synonyms]
+        if name in names and "/" in meant:
+            return UserError(f"{place}{prefix}{name} needs {meant}, which is not here")
+        if name in names and meant.split()[0] in known:
+            hint = f"did you mean {prefix}{meant}?"
+    return UserError(f"{place}unknown option {prefix}{name}; {hint}")
