@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from functools import cache, cached_property
 from itertools import product, zip_longest
 from random import Random
@@ -25,7 +24,6 @@ from core.data import to_json
 EPISODES = 100  # that each agent plays
 REPLAYED = 10  # tasks that are played a second time
 TRAINING = 1000  # tasks that the held-out ones are compared with
-FAST_ENOUGH = 10_000  # tasks a second
 # Another process runs this, with another seed for the hashes of text.
 TASKS_AGAIN = """
 import json, sys, extras
@@ -172,14 +170,6 @@ class Conformance:
         return len(unseen) == len(self.held_out), (
             f"{len(unseen)} test tasks are new; of {known} the first message is also in training")
 
-    def check_speed(self):
-        began = time.perf_counter()
-        rate = len(self.setup.tasks("train", TRAINING)) / (time.perf_counter() - began)
-        speed = "fast enough"
-        if rate < FAST_ENOUGH:
-            speed = "slow"
-        return True, f"{speed}: {rate:,.0f} tasks a second"
-
     def check_pay(self, agent):
         """Check that the agent is paid less than the expert."""
         reward, solved = self.mean_score(agent)
@@ -216,7 +206,6 @@ class Conformance:
              self.check_success, self.random_calls, 0, 0.3),
             ("the same seed gives the same tasks", "_tasks", self.check_seed),
             ("train and test tasks are disjoint", "_tasks", self.check_split),
-            ("speed of making tasks", "_tasks", self.check_speed),
             ("the expert solves 95 % or more", "_expert", self.check_success, self.expert, 0.95, 1),
             ("doing nothing pays less", "_expert", self.check_pay, self.doing_nothing),
             ("repeating the question pays less", "_expert", self.check_pay,

@@ -125,13 +125,6 @@ class NewTasks(Sums):
         return [{**row, "b": time.perf_counter_ns()} for row in Sums._tasks(split, n, seed)]
 
 
-class Slow(Sums):
-    @staticmethod
-    def _tasks(split, n, seed):
-        time.sleep(n / 9_000)
-        return Sums._tasks(split, n, seed)
-
-
 class BadExpert(Sums):
     def _expert(self):
         return [] if self.done else [{"name": "answer", "arguments": {"text": str(self.a)}}]

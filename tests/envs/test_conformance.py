@@ -13,7 +13,6 @@ from extras.play import Config, Setup, run
 
 # Nobody can tell more than 83 % of the meetings: the outcome is drawn.
 EXCEPTIONS = {"meetings": {"the expert solves 95 % or more"}}
-SPEED = "speed of making tasks"
 
 
 @pytest.fixture(autouse=True)
@@ -57,17 +56,16 @@ ONCE, COPY = "answering at once pays less", "copying tool output pays less"
 
 def test_a_good_one_conforms():
     told, reasons = verdicts("sums:Sums")
-    assert set(told.values()) == {"pass"} and len(told) == 13, reasons
-    assert reasons["valid tool schemas"] == "answer, look" and reasons[SPEED].startswith("fast enough") and reasons[SPLIT] == "40 test tasks are new; of 0 the first message is also in training" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
+    assert set(told.values()) == {"pass"} and len(told) == 12, reasons
+    assert reasons["valid tool schemas"] == "answer, look" and reasons[SPLIT] == "40 test tasks are new; of 0 the first message is also in training" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
 
 
 @pytest.mark.parametrize("cls, failed", [
     (sums.Luck, {SAME, SHARED}), (sums.Remembers, {SHARED}), (sums.Shares, {SHARED}), (sums.Leaks, {SPLIT}), (sums.NewTasks, {SEED}), (sums.Hashed, {SEED}), (sums.BadExpert, {EXPERT}),
-    (sums.PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (sums.Guessable, {ONCE}), (sums.Echo, {REPEAT}), (sums.Lottery, {RANDOM, ONCE, COPY}), (sums.AsksAlike, set()), (sums.NumpyTasks, set()), (sums.Slow, set())])
+    (sums.PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (sums.Guessable, {ONCE}), (sums.Echo, {REPEAT}), (sums.Lottery, {RANDOM, ONCE, COPY}), (sums.AsksAlike, set()), (sums.NumpyTasks, set())])
 def test_what_is_broken_fails(cls, failed):
     told, reasons = verdicts(f"sums:{cls.__name__}")
     assert those(told, "FAIL") == failed, reasons
-    assert reasons[SPEED].startswith("slow") or cls is not sums.Slow
     assert (reasons[SPLIT] == "40 test tasks are new; of 40 the first message is also in training") == (cls is sums.AsksAlike)
 
 
