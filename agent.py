@@ -263,16 +263,16 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     """
     began = time.monotonic()
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
+    names = ",".join(classes)
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     agents, groups = {}, {}  # row -> who plays its episode; prompt -> the number of its group
     # Servers are told the policy; the engine of this process decodes with merged weights.
     load_policy = getattr(engine, "load_policy", merged)
     with load_policy(model.eval()), sessions(limits, run) as new_session:
         for i, sample in product(share, range(group_size)):
-            name = tasks[i].get("env", ",".join(classes))
+            name = tasks[i].get("env", names)
             if name not in classes:
-                known = ",".join(classes)
-                raise UserError(f"a task names environment {name!r}, which is none of {known}")
+                raise UserError(f"a task names environment {name!r}, which is none of {names}")
             session = new_session(name, classes[name], tasks[i])
             player = agent(session, chats[name], limits, f"{step}-{first_task + i}")
             # Equal prompts are forwarded once. Those of one task differ if reset draws at random.
@@ -364,10 +364,7 @@ def next_turn(engine, row, player):
 
 
 def rollout_options(config, run=None, model=None) -> dict:
-    """Return the arguments of `rollout` that a Config names, and the run.
-
-    Raises UserError for a model that this process would have to decode and cannot.
-    """
+    """Return the arguments of `rollout` that a Config names. Raises UserError if it cannot play."""
     if model and facts(model).refuses_engine and not config.sampler:
         raise UserError(facts(model).refuses_engine)
     return {"limits": envs.limits_of(config), "temperature": getattr(config, "temperature", 1.0),
@@ -379,8 +376,7 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
              step: int = -1, **options) -> dict:
     """Play the tasks with `rollout`; return what `summarise` and `pass_at_k` say of it.
 
-    Step -1 draws the same random numbers in every evaluation, and those of no training step. An
-    episode that its environment broke counts as a failure.
+    Step -1 draws the same random numbers in every evaluation, and those of no training step.
     """
     if not tasks:
         return {}
