@@ -12,9 +12,9 @@ from core.config import UserError, nearest, reading
 def parse(text: str, env_names: str | None, classes: list) -> dict:
     """Return "num_turns=3,tools=calculator" as {"num_turns": 3, "tools": "calculator"}.
 
-    The names are options that the classes of the environments declare, whose values are of the type in
-    `option_types` or else of the default's, or arguments of `reset`, whose values are JSON or else
-    text. Raises UserError.
+    The names are options that the classes declare, whose values are of the type in `option_types`
+    or else of the default's, or arguments of `reset`, whose values are JSON or else text. Raises
+    UserError.
     """
     types = {}
     takes_any = False

@@ -5,8 +5,8 @@
     verifiers_text.py      single-turn tasks of verifiers
     numbered.py            what the three share
 
-Importing this package fills envs.files.ADAPTERS. Environments that were written for TRL and clients of
-OpenEnv need no adapter: the contract of envs/ is theirs.
+Importing this package fills envs.files.ADAPTERS. Environments that were written for TRL and
+clients of OpenEnv need no adapter: the contract of envs/ is theirs.
 """
 from contextlib import contextmanager
 
