@@ -52,9 +52,9 @@ class Run(core.run.Run):
 
     # ------------------------------------------------------------------------------- before a step
     def load(self, model, tokenizer, optimizer, total):
-        names = envs.names_of(getattr(self.config, "env", None))
-        self.has_expert = envs.all_have(",".join(names), "_expert")
-        self.has_tools = any(envs.tools(envs.load(name)) for name in names)
+        env_names = getattr(self.config, "env", None)
+        self.has_expert = envs.all_have(env_names, "_expert")
+        self.has_tools = any(envs.tools(envs.load(name)) for name in envs.names_of(env_names))
         self.alarms = Alarms(options(type(self.config)), self.has_expert)
         self.listeners.append(self.warn)
         self.endings.append(self.write_page)
