@@ -118,7 +118,7 @@ def adapted_forward(linear, x):
 
 
 class _MergedLoRA(torch.autograd.Function):
-    """The identity on output = (W + scale B A) x, which has gradients for A and B."""
+    """The identity on output = (W + scale B A) x, (..., out), with gradients for A and B."""
 
     @staticmethod
     def forward(ctx, output, x, A, B, scale):
@@ -130,13 +130,11 @@ class _MergedLoRA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None, *factor_gradients(*ctx.saved_tensors, grad, ctx.scale), None
-
-
-def factor_gradients(x, A, B, grad, scale):
-    """Return the gradients of A and B in scale B A x, from that of the output (..., out)."""
-    x, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
-    return (g @ B * scale).T @ x, ((x @ A.T * scale).T @ g).T
+        x, A, B = ctx.saved_tensors
+        x, g = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
+        grad_A = (g @ B * ctx.scale).T @ x
+        grad_B = ((x @ A.T * ctx.scale).T @ g).T
+        return grad, None, grad_A, grad_B, None
 
 
 # -------------------------------------------------------------------------------- adding and asking

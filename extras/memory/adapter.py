@@ -6,11 +6,12 @@ for in front of a kind, which may be a fork's own (DoRA).
 from functools import cache
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from extras.memory.checkpointing import to_host
 from extras.memory.rounding import Rounded
-from lora import Adapter, factor_gradients
+from lora import Adapter
 
 # Activations that backward can compute again: tensor -> function without arguments.
 recomputable = WeakTensorKeyDictionary()
@@ -55,26 +56,13 @@ class Recomputing(Adapter):
     """An adapter that does not keep its input where backward can compute it again."""
 
     def attach(self, x, output):
-        return _RecomputedLoRA.apply(output, x, *self.factors(x), self.scale, recomputable.get(x))
-
-
-class _RecomputedLoRA(torch.autograd.Function):
-    """The function of `Adapter.attach`, which does not keep a `recomputable` x."""
-
-    @staticmethod
-    def forward(ctx, output, x, A, B, scale, recompute):
-        ctx.scale, ctx.recompute = scale, recompute
-        ctx.mark_dirty(output)
-        ctx.save_for_backward(None if recompute else x, A, B)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, A, B = ctx.saved_tensors
-        if ctx.recompute:
-            # What the function holds is freed with this node.
-            x, ctx.recompute = ctx.recompute(), None
-        return grad, None, *factor_gradients(x, A, B, grad, ctx.scale), None, None
+        again = recomputable.get(x)
+        if not again:
+            return super().attach(x, output)
+        # In place of x the function is kept, and freed with this node.
+        with saved_tensors_hooks(lambda tensor: again if tensor is x else tensor,
+                                 lambda kept: again() if kept is again else kept):
+            return super().attach(x, output)
 
 
 @cache

@@ -5,12 +5,11 @@ name the cause.
 """
 import os
 import re
-from contextlib import contextmanager
 from pathlib import Path
 
-from core.config import UserError, first_line
+from core.config import UserError
 from core.data import read_json
-from core.model import read_model
+from core.model import loading, read_model
 
 HUB_ID = r"[a-zA-Z0-9][\w.-]*/[\w.-]+"
 # What is read of a model on the hub, beside its weights.
@@ -40,14 +39,14 @@ def read_from_hub(source, files, arguments):
         return read_folder(folder, *arguments)
     except (OSError, UserError):
         print(f"{source}: no such folder here; asking the hub for it")
-    with naming(source):
+    with loading(source):
         folder = snapshot_download(source, allow_patterns=files)
     return read_folder(folder, *arguments)
 
 
 def read_folder(folder, dtype, device, seed, read_weights):
     """Read the model and tokenizer in a folder, and look at what transformers does not."""
-    with naming(folder):
+    with loading(folder):
         if not os.path.exists(Path(folder, "config.json")):
             raise ValueError("no model (config.json) is there, nor a step that a run has saved")
     model, tokenizer = read_model(folder, dtype, device, seed, read_weights)
@@ -59,15 +58,6 @@ def read_folder(folder, dtype, device, seed, read_weights):
     if not tokenizer.chat_template and path.exists():
         tokenizer.chat_template = read_json(path).get("chat_template")
     return model, tokenizer
-
-
-@contextmanager
-def naming(source):
-    """Inside the block every error becomes a UserError that names the source and the cause."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
 
 
 def check_kind(folder, config):
