@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from core.config import UserError  # before torch: sets how its threads wait
+from core.config import UserError, reading  # before torch: sets how its threads wait
 
 import torch
 from torch import nn
@@ -337,7 +337,11 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
             raise UserError(f"{path}: an adapter of weights in {form} needs extras/memory")
     # Weights that train are read and stay in float32.
     kept = DTYPES[dtype] if lora_r or not train else torch.float32
-    model, tokenizer = (read or read_model)(source, kept, device, seed)
+    if read:
+        model, tokenizer = read(source, kept, device, seed)
+    else:
+        with reading(source):
+            model, tokenizer = read_model(source, kept, device, seed)
     if continues and os.path.exists(Path(path, "tokenizer_config.json")):
         tokenizer = read_tokenizer(path)
     if not tokenizer.chat_template:

@@ -8,7 +8,6 @@
 import json
 import math
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,18 +133,6 @@ def from_pretrained(source: str, config, dtype, device, kind=None):
     return model
 
 
-@contextmanager
-def loading(source):
-    """Inside the block every error becomes a UserError that names the source and the cause."""
-    try:
-        yield
-    except UserError:
-        raise
-    # It may be an OSError, a SafetensorError or another.
-    except Exception as error:
-        raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
-
-
 def read_model(source: str, dtype, device, seed: int, read_weights=from_pretrained):
     """Return the model and tokenizer of a folder, of a hub id, or the tiny ones of this seed.
 
@@ -162,11 +149,10 @@ def read_model(source: str, dtype, device, seed: int, read_weights=from_pretrain
                 p.data = p.data.to(dtype)
         return model.eval(), tokenizer
     from transformers import AutoConfig
-    with loading(source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        # Transformers chooses. The attention that config.json names may be a kernel to download.
-        config._attn_implementation = None
-        return read_weights(source, config, dtype, device), read_tokenizer(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    # Transformers chooses. The attention that config.json names may be a kernel to download.
+    config._attn_implementation = None
+    return read_weights(source, config, dtype, device), read_tokenizer(source)
 
 
 def read_tokenizer(source: str):

@@ -5,11 +5,12 @@ name the cause.
 """
 import os
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
-from core.config import UserError
+from core.config import UserError, first_line
 from core.data import read_json
-from core.model import loading, read_model
+from core.model import read_model
 
 HUB_ID = r"[a-zA-Z0-9][\w.-]*/[\w.-]+"
 # What is read of a model on the hub, beside its weights.
@@ -49,7 +50,7 @@ def read_folder(folder, dtype, device, seed, read_weights):
     with loading(folder):
         if not os.path.exists(Path(folder, "config.json")):
             raise ValueError("no model (config.json) is there, nor a step that a run has saved")
-    model, tokenizer = read_model(folder, dtype, device, seed, read_weights)
+        model, tokenizer = read_model(folder, dtype, device, seed, read_weights)
     if tokenizer.vocab_size < 10:  # special tokens alone
         raise UserError(f"{folder}: no tokenizer could be read (tokenizer.json is missing; "
                         "copy it from the base model)")
@@ -58,6 +59,18 @@ def read_folder(folder, dtype, device, seed, read_weights):
     if not tokenizer.chat_template and path.exists():
         tokenizer.chat_template = read_json(path).get("chat_template")
     return model, tokenizer
+
+
+@contextmanager
+def loading(source):
+    """Inside the block every error becomes a UserError that names the source and the cause."""
+    try:
+        yield
+    except UserError:
+        raise
+    # It may be an OSError, a SafetensorError or another.
+    except Exception as error:
+        raise UserError(f"{source}: cannot be loaded: {first_line(error)}") from None
 
 
 def check_kind(folder, config):
