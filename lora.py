@@ -77,10 +77,6 @@ class Adapter(nn.Module):
 
     def give_gradients(self, linear, x, output):
         """Return `output`, which a merged weight computed from x, with gradients for A and B."""
-        return self.attach(x, output)
-
-    def attach(self, x, output):
-        """Return `output` with the gradients that A and B have in scale B A x."""
         return _MergedLoRA.apply(output, x, *self.factors(x), self.scale)
 
     def factors(self, x):

@@ -34,7 +34,8 @@ def save_checkpoint(model, folder, step):
     path = folder / "checkpoints" / f"step_{step:06d}"
     save_model(model, path)
     Tokenizer().save_pretrained(path)
-    seal(path, state)
+    (path / "state.json").write_text(json.dumps(state))
+    seal(path)
 
 
 def test_the_tiny_model_is_known_by_its_config_wherever_it_was_saved(tmp_path):

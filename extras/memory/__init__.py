@@ -17,7 +17,7 @@ each stands a test that log-probabilities and gradients are core's, and to what 
 Only this layer chooses the class of a model's adapters (`kind`). What others ask of it has to go
 another way: extras/fast replaces the forward of a Linear whose merged weight it frees. A fork's own
 kind goes in as `load_model(kind=...)`, and `adapter.kind_of` puts the techniques' changes in front
-of it: they override `factors`, `add`, `attach`, `merge` and the device, and a kind the rest.
+of it: they wrap `factors`, `add`, `give_gradients` and `merge`, and a kind overrides the rest.
 """
 from dataclasses import dataclass
 from functools import wraps

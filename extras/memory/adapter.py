@@ -55,14 +55,14 @@ class OnHost(Adapter):
 class Recomputing(Adapter):
     """An adapter that does not keep its input where backward can compute it again."""
 
-    def attach(self, x, output):
+    def give_gradients(self, linear, x, output):
         again = recomputable.get(x)
         if not again:
-            return super().attach(x, output)
+            return super().give_gradients(linear, x, output)
         # In place of x the function is kept, and freed with this node.
         with saved_tensors_hooks(lambda tensor: again if tensor is x else tensor,
                                  lambda kept: again() if kept is again else kept):
-            return super().attach(x, output)
+            return super().give_gradients(linear, x, output)
 
 
 @cache
