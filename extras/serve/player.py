@@ -33,9 +33,12 @@ class Choice(Row):
     def __init__(self, prompt, body, chat, weights, **options):
         super().__init__(prompt, group=tuple(prompt), **options)
         self.body, self.chat, self.weights = body, chat, weights
-        end_ids = () if body.ignore_eos else chat.end_ids
-        self.stop_ids = {*end_ids, *body.stop_token_ids}
-        self.stops = [body.stop] if isinstance(body.stop, str) else body.stop
+        self.stop_ids = set(body.stop_token_ids)
+        if not body.ignore_eos:
+            self.stop_ids.update(chat.end_ids)
+        self.stops = body.stop
+        if isinstance(body.stop, str):
+            self.stops = [body.stop]
         self.sampling = body.model_dump(include=SAMPLING, exclude_defaults=True)
         self.done = Future()
 
@@ -51,7 +54,9 @@ class Choice(Row):
         has_ended = self.state == "ended"
         text, reason = self.chat.text(self.turn), None
         if has_ended:
-            reason = "length" if self.stop_ids.isdisjoint(self.turn[-1:]) else "stop"
+            reason = "stop"
+            if self.turn[-1] not in self.stop_ids:
+                reason = "length"
         for stop in self.stops:
             if stop in text:
                 text, reason = text.partition(stop)[0], "stop"

@@ -222,11 +222,14 @@ class Server:
         fault = t.info.get("error") or t.info.get("not_finite")
         if fault:
             raise HTTPException(500, fault)
-        # A question whose right answer nobody gave is neither solved nor failed.
-        is_judged = None not in t.info["task"].values()
-        said = [message["content"] for message in t.messages if message["role"] == "assistant"]
-        return {"solution": "".join(said[-1:]), "reward": t.reward,
-                "success": t.info["success"] if is_judged else None,
+        solution, success = "", t.info["success"]
+        if None in t.info["task"].values():
+            # A question whose right answer nobody gave is neither solved nor failed.
+            success = None
+        for message in t.messages:
+            if message["role"] == "assistant":
+                solution = message["content"]
+        return {"solution": solution, "reward": t.reward, "success": success,
                 "stop_reason": t.stop_reason, "transcript": t.messages}
 
     def models(self):
@@ -284,21 +287,28 @@ def message_of(choice):
     # A call that was cut would lack arguments.
     if chat.tools and reason == "stop":
         content, calls, _ = parse_tool_calls(text, chat.tools)
-    thought, said = split_thought(chat.opened_thought + (content if calls else text))
+        if calls:
+            text = content
+    thought, said = split_thought(chat.opened_thought + text)
     if chat.tools:
         # As `parse_tool_calls` strips the text before a call, which may still come.
-        said = said.lstrip() if reason else CALL.sub("", said.lstrip())
+        said = said.lstrip()
+        if not reason:
+            said = CALL.sub("", said)
     if not reason and not thought and said.lstrip()[:1] in "<[t" and len(said) < OPENING:
         said = ""
     message = {"role": "assistant", "content": said}
     if thought.strip():
         message["reasoning_content"] = thought.strip()
+    if chat.shows_one_call:
+        calls = calls[:1]
     if calls:
         reason = "tool_calls"
-        message["tool_calls"] = [
-            {"index": i, "id": secrets.token_hex(5), "type": "function",
-             "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])}}
-            for i, call in enumerate(calls[:1] if chat.shows_one_call else calls)]
+        message["tool_calls"] = []
+    for i, call in enumerate(calls):
+        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        message["tool_calls"].append({"index": i, "id": secrets.token_hex(5), "type": "function",
+                                      "function": function})
     return message, reason
 
 

@@ -26,7 +26,9 @@ def settle(config):
 def as_the_run(config):
     """Take dtype, environment, tasks, options and limits of the run that wrote the model."""
     folder = run_folder(config.model_path)
-    written, run = (folder / CONFIG, config_of(folder)) if folder else (None, {})
+    if not folder:
+        return config
+    written, run = folder / CONFIG, config_of(folder)
     taken = {}
     if run.get("env") and config.env in (None, run["env"]):
         if not config.env and ":" in run["env"]:
@@ -42,8 +44,9 @@ def as_the_run(config):
             # reward_weighted.py learned from these, and all tasks are held out.
             run["eval_dataset"] = run.get("eval_dataset") or run.get("dataset")
         flags = options(type(config))
-        taken = {name: convert(run[name], flags[name], f"{written}: {name}") for name in TAKEN
-                 if run.get(name) and not getattr(config, name)}
+        for name in TAKEN:
+            if run.get(name) and not getattr(config, name):
+                taken[name] = convert(run[name], flags[name], f"{written}: {name}")
         held_out = config.eval_dataset or taken.get("eval_dataset")
         if config.split == "test" and taken.get("dataset") and not held_out:
             # Without an evaluation only sft.py holds rows out.
