@@ -2,8 +2,7 @@
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
 updates the policy with the clipped probability ratio times the advantage. The equations above it
-are pure functions. Left out: adaptive KL coefficients, value networks, TRL's bnpo, and DAPO's
-overlong filtering, whose penalty is `--rewards length`.
+are pure functions. Left out: adaptive KL coefficients, value networks, bnpo, overlong filtering.
 
     python grpo.py                            the tiny model, from nothing: 3 minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
