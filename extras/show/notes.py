@@ -12,25 +12,17 @@ from extras.show.bars import duration
 from core.config import UserError, reading
 from core.data import lines_of, parse_object
 
-HELD_OUT = ("success", "reward", "actions", "structure", "completion", "truncated", "tool_errors",
-            "loss", "pairs/loss", "pairs/accuracy", "pairs/margin")
-COUNTS = {"episodes": "tasks", "demonstrations": "demonstrations", "pairs/count": "pairs"}
-SHARES = {"success": "episodes", "pairs/accuracy": "pairs/count"}  # they get an interval
-# Of a run, for the next one.
-KEPT_FLAGS = ("env", "tasks", "eval_dataset", "env_options", "fields", "rewards", "dtype")
-# A flag, its value ("": any), and the flags on which no update then depends.
-IDLE = (
-    ("lora_r", "0", ("lora_alpha", "lora_dropout", "lora_target_modules")),
-    ("weighting", "linear", ("beta",)),
-    ("weighting", "filter", ("beta", "max_weight", "scale_rewards")),
-    ("trajectories", "", ("rewards", "group_size", "tasks_per_step", "num_tasks")),
-    ("dataset", "", ("pairs", "min_gap", "num_tasks")))
-STEP_NUMBERS = ("success", "reward", "entropy", "kl")
+NOTES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+HELD_OUT = NOTES["held_out"]  # rows of the table
+COUNTS = NOTES["counts"]  # what a number of HELD_OUT is of, in words
+SHARES = NOTES["shares"]  # they get an interval
+KEPT_FLAGS = NOTES["kept_flags"]  # of a run, for the next one
+IDLE = NOTES["idle"]  # a flag, its value ("": any), and flags on which no update then depends
+STEP_NUMBERS = NOTES["step_numbers"]
+WATCHED = NOTES["watched"]
 # What is said of each kind of alarm: what was observed, and then what people do about it.
-ALARMS = json.loads(Path(__file__).with_name("alarms.json").read_text("utf-8"))
+ALARMS = NOTES["alarms"]
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
-WATCHED = ("success", "entropy", "approx_kl", "kl", "sampled_tokens", "actions", "truncated",
-           "structure", "groups_without_signal")
 
 
 def plan(config, steps):

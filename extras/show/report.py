@@ -200,20 +200,15 @@ def tokens_html(episode, tokenizer):
 
 
 # ------------------------------------------------------------------------------------ command
-def main(argv):
-    """Write the pages that the command line asks for. Raises UserError or OSError."""
+def program():
+    """Write the pages that the command line asks for, or end with one line that says why not."""
+    sys.stdout.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser("python -m extras.show.report", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN",
                         help="an output folder, or a .jsonl of episodes")
-    for name in parser.parse_args(argv).runs:
-        print(f"written: {write_html(name)}")
-
-
-def program():
-    """Write the pages, or end with one line that says why not."""
-    sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        main(sys.argv[1:])
+        for name in parser.parse_args().runs:
+            print(f"written: {write_html(name)}")
     except (UserError, OSError) as error:
         print(f"extras.show.report: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
