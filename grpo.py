@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
 from layers import LayerFlags, Run, collect_groups, load_model, main, pass_order
-from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
-                         options_for)
+from core.config import ModelFlags, RunFlags, TrainingFlags, auto, fill, flag, options_for
 from envs.tasks import RolloutFlags, train_and_held_out
 from core.data import collate, group_shares, members, per_token, unusable
 
@@ -297,16 +296,12 @@ class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
 
 
 def settle(config):
-    """Fill in what the loss, the model and the environment decide; refuse options that clash."""
+    """Fill in what the loss, the model and the environment decide."""
     papers = [PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)]
     tiny = TINY if is_tiny(config.model_path) else {}
     # The first table that has a field wins, and what the user said wins over all.
     config = fill(config, *papers, tiny, envs.limits(config.env))
     config.clip_eps_high = config.clip_eps_high or config.clip_eps_low
-    if config.loss == "vespo" and config.importance_correction:
-        raise UserError("--importance_correction: vespo weights by policy / sampler; leave it out")
-    if config.success_rate_lb > config.success_rate_ub:
-        raise UserError("--success_rate_lb is above --success_rate_ub: no group lies between")
     return config
 
 

@@ -4,7 +4,8 @@
     synonyms.txt     our flags: their names in TRL, transformers, PEFT, verl and OpenRLHF. Also
                      layers: the flags that need them, with the values that ask for nothing
 
-Importing it gives words to what the reading of a file may raise.
+Importing it gives words to what the reading of a file may raise, and lets `fill` refuse flags of
+grpo.py that clash.
 """
 import json
 import sys
@@ -12,7 +13,7 @@ import sys
 import yaml
 
 import core.config
-from core.config import UserError, reason
+from core.config import FILLED, UserError, reason
 from extras.hints.command_line import parse
 
 __all__ = ["main"]
@@ -23,6 +24,25 @@ def main(config_class, train, doc):
     if hasattr(sys.stdin, "reconfigure"):  # that of a test has not
         sys.stdin.reconfigure(errors="replace")
     core.config.main(config_class, train, doc, parse)
+
+
+def check_grpo(config):
+    """Raise UserError for flags of grpo.py that clash. Other programs do not have them all."""
+    if not hasattr(config, "updates_per_step"):
+        return
+    if config.success_rate_lb > config.success_rate_ub:
+        raise UserError("--success_rate_lb is above --success_rate_ub: no group lies between")
+    if getattr(config, "loss", "") == "vespo" and config.importance_correction:
+        raise UserError("--importance_correction: vespo weights by policy / sampler; leave it out")
+    # batch_size decides memory, rounding and what dropout draws; accumulation has to agree with it.
+    sequences = config.tasks_per_step * config.group_size
+    size, passes = config.batch_size, config.gradient_accumulation_steps
+    if passes and size * passes != sequences:
+        raise UserError(f"a step has {sequences} sequences, but batch_size {size} x "
+                        f"gradient_accumulation_steps {passes} = {size * passes}")
+
+
+FILLED.append(check_grpo)
 
 
 @reason.register

@@ -5,24 +5,9 @@ from tqdm import tqdm
 
 import core.run
 import envs
-from core.config import FILLED, NO_BAR, UserError, options, say
+from core.config import NO_BAR, UserError, options, say
 from extras.show.notes import (Alarms, first_notes, idle_notes, next_command, plan, print_table,
                                step_line, step_numbers)
-
-
-def check_accumulation(config):
-    """Raise UserError unless the passes of a GRPO update, where they are given, make up a step."""
-    # Of the other programs these flags decide what an update is.
-    if not hasattr(config, "updates_per_step"):
-        return
-    sequences = config.tasks_per_step * config.group_size
-    size, passes = config.batch_size, config.gradient_accumulation_steps
-    if passes and size * passes != sequences:
-        raise UserError(f"a step has {sequences} sequences, but batch_size {size} x "
-                        f"gradient_accumulation_steps {passes} = {size * passes}")
-
-
-FILLED.append(check_accumulation)
 
 
 class Run(core.run.Run):
