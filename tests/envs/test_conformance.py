@@ -156,7 +156,7 @@ class Counter:
 def test_of_a_strangers_class_what_can_be_checked_is_checked(tmp_path):
     (tmp_path / "stranger.py").write_text(STRANGER)
     told, reasons = verdicts(f"{tmp_path / 'stranger.py'}:Counter")
-    assert those(told, "pass") == {"valid tool schemas", SAME, SHARED, RANDOM} and len(those(told, "-")) == 9, reasons
+    assert those(told, "pass") == {"valid tool schemas", SAME, SHARED, RANDOM} and len(those(told, "-")) == 8, reasons
     assert reasons[SPLIT] == "there is no _tasks" and reasons[COPY] == "there is no _expert"
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps({"start": i}) + "\n" for i in range(60)))
