@@ -132,8 +132,9 @@ class Run:
             raise UserError(f"{self.folder}: already holds a {algorithm} run; --resume continues "
                             "it, --overwrite renames it (in Python: resume=True, overwrite=True), "
                             "or give another --output_dir")
-        paths = checkpoints(self.folder) if self.config.resume else []
-        return paths[-1] if paths else None
+        if not self.config.resume or self.config.overwrite:
+            return None
+        return next(reversed(checkpoints(self.folder)), None)
 
     def begin(self):
         """Take the output folder. `load` calls it; what writes there earlier calls it first."""

@@ -15,7 +15,7 @@ import extras.show.run
 import layers
 import sft
 from agent import rollout
-from core.config import UserError
+from core.config import HELP, UserError, options
 from core.model import checkpoints
 from extras.exact.checkpoint import read_state
 
@@ -89,6 +89,13 @@ def test_cores_run_refuses_a_folder_and_renames_what_it_overwrites(place, tmp_pa
         sft.train(toy(place, tmp_path / "run"))
     sft.train(toy(place, tmp_path / "run", overwrite=True))
     assert (tmp_path / "run.1" / "result.json").exists() and f"is now {tmp_path}/run.1" in capsys.readouterr().out
+
+
+def test_the_help_of_save_every_says_what_the_layer_does(monkeypatch):
+    """Core keeps the last two. Which one is the best only `exact` knows."""
+    assert "the last two and the best stay" in options(sft.Config)["save_every"].help
+    monkeypatch.delitem(HELP, "save_every")
+    assert "the last two stay" in options(sft.Config)["save_every"].help
 
 
 def test_several_processes_need_their_layer(tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ class Run(core.run.Run):
     """
 
     restored = RESTORED
+    bad, updated, unwritten, thinned = 0, False, None, False
 
     def __init__(self, config, algorithm):
         """Lock the output folder, and verify the checkpoint to resume. `begin` changes the folder.
@@ -43,7 +44,6 @@ class Run(core.run.Run):
         Raises UserError if a value is out of bounds, or the folder cannot be written, is in use, or
         holds a run that is neither to be resumed nor to be overwritten.
         """
-        self.bad, self.updated, self.unwritten, self.thinned = 0, False, None, False
         self.made_of, self.scores = {}, {}
         # In a notebook none are handled.
         self.signals = Signals.active or Signals()
@@ -120,6 +120,7 @@ class Run(core.run.Run):
         if not error or not looping:
             return
         if self.unwritten and self.writes:
+            # The step has ended, but its lines are not whole.
             for name in LOGS[:2]:
                 cut_log(self.folder / name, self.unwritten[0])
             self.write_line(*self.unwritten)
