@@ -109,8 +109,7 @@ class Chat:
             turn = turn[: turn.index(stop)]
         return [*turn, stop]
 
-    def results(self, calls: list[dict], results: list[str], sampled_stop: int | None,
-                text: str = "") -> list[int]:
+    def results(self, calls: list[dict], results: list[str], sampled_stop: int | None) -> list[int]:
         """Return the ids that follow a calling turn: its results, then the generation prompt.
 
         Args:
@@ -118,15 +117,12 @@ class Chat:
             results: a text for each call, then errors about calls that could not be read.
             sampled_stop: the stop token that the turn ended with. If it is not the expected one,
                 the ids begin with the one that the template writes there. It is not trained.
-            text: what the user says after the results, if anything.
         """
-        said = [text] if text else []
         if not self.native_tools:
             texts = [f"<tool_response>\n{result}\n</tool_response>" for result in results]
-            return self.reply("\n".join(texts + said), sampled_stop)
+            return self.reply("\n".join(texts), sampled_stop)
         names = [call["name"] for call in calls] + ["unknown"] * (len(results) - len(calls))
-        dummy = self._called(names, results) + [self._message("user", text) for text in said]
-        ids = self._template.ids(dummy, since=self._call_end)
+        ids = self._template.ids(self._called(names, results), since=self._call_end)
         return ids[1:] if sampled_stop == self.call_stop_id else ids
 
     def reply(self, text: str, sampled_stop: int | None) -> list[int]:

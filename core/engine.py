@@ -92,9 +92,7 @@ class Engine:
         The decoder gives hidden states, decoder(ids, cache), and logits, decoder.head(hidden).
         `cache` is the class of the cache. `draw` samples as `sample` does.
         """
-        self.model = model
         self.device = model.device
-        self.slots = slots
         self.stop_ids = frozenset(stop_ids)
         self.draw = partial(draw, **sampling)
         self.cache = (cache or RowCache)(slots, model.device)
@@ -134,10 +132,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Run the prompts and tool results that are due, then a decode step of all running rows.
-
-        Returns the rows whose turn has ended.
-        """
+        """Run what is due and a decode step of all others. Return the rows whose turn ended."""
         self.clock += 1
         self.ended = []
         self.admit()
@@ -317,10 +312,8 @@ class RowCache:
     Attributes:
         position: (R, C) the position of every new token in its row.
         begins: True if the new tokens are the first of their rows.
-        rows: the slots of the pass, a slice if they are neighbours; `span` positions are read.
-        read, write: the index of what the pass reads and writes in a tensor.
+        read, write: the index (slots, heads, positions) of what the pass reads and writes.
     """
-    keeps_states = False  # a row can go back to any of its tokens
 
     def __init__(self, slots: int, device):
         self.tensors = {}  # (layer, "key" or "value") -> a tensor, made when the layer first writes
@@ -353,8 +346,8 @@ class RowCache:
         if not self.sdpa and self.capacity < 3 * span:
             span = self.capacity
         first, end = slots[0], slots[0] + len(slots)
-        self.rows = slice(first, end) if slots == list(range(first, end)) else index
-        self.read = self.rows, slice(None), slice(0, span)
+        rows = slice(first, end) if slots == list(range(first, end)) else index
+        self.read = rows, slice(None), slice(0, span)
         self.write = index[:, None], slice(None), position.clamp(max=self.capacity - 1)
         # A query beyond the span, of a row that waits, could see no key of a sliding window, and
         # the softmax over none is NaN, which a slot keeps for the next row.

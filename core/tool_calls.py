@@ -20,8 +20,7 @@ THOUGHTS, THOUGHT_ENDS = ["<think>"], ["</think>"]
 _SPACE = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*[;,]?\s*")
 _NO_TAG = re.compile("")
-_LIKE_A_CALL = re.compile(r'\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"',
-                          re.S)
+_LIKE_CALL = re.compile(r'(?s)\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"')
 
 
 def any_of(patterns: list[str]) -> re.Pattern:
@@ -146,7 +145,7 @@ def _attempt(text, opener, tools=None):
             raise ValueError("a tool call without a function")
     # Nothing that a text does to a parser may end the run.
     except Exception as error:
-        if opener[0] or _LIKE_A_CALL.match(text, start):
+        if opener[0] or _LIKE_CALL.match(text, start):
             return [], [_error(error)], next_tag(text, start)
         return [], [], opener.end()
     calls, errors = [], []

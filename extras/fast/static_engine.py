@@ -39,6 +39,10 @@ class StaticEngine(Engine):
 
     def __init__(self, model, *, tokens: int = 0, slots: int = 64, **options):
         super().__init__(model, slots=slots_that_fit(model, tokens, slots), **options)
+        self.model = model
+        self.slots = len(self.owner)
+        # A row that keeps states cannot go back to any of its tokens.
+        self.keeps_states = hasattr(self.cache, "states")
         self.cache.reserve(tokens + WINDOW)
         # They stay in place, because graphs hold their addresses.
         self.inputs = torch.zeros(
@@ -49,7 +53,7 @@ class StaticEngine(Engine):
         resists = any(map(resists_capture, model.base_model.modules()))
         self.graphable = not resists and not facts(model).refuses_graphs
         # A result holds stop ids. After one a row's states are put back.
-        self.short = SHORT if self.graphable and not self.cache.keeps_states else 0
+        self.short = SHORT if self.graphable and not self.keeps_states else 0
 
     def extend(self, row, ids, limit: int):
         super().extend(row, ids, limit)
@@ -95,9 +99,7 @@ class StaticEngine(Engine):
 
     def span(self, longest: int) -> int:
         """Return how much context to read for rows of at most this length: a few sizes in all."""
-        span = SHORTEST_SPAN
-        while span < longest:
-            span *= 2
+        span = max(SHORTEST_SPAN, 1 << (longest - 1).bit_length())
         return min(span, self.cache.capacity)
 
     def drop_graphs(self):
@@ -128,10 +130,10 @@ class StaticEngine(Engine):
         draws = self.inputs[4:, :width].unflatten(0, (2, WINDOW))  # (2, WINDOW, R)
         uniforms, forced = draws.index_select(1, number)[:, 0]  # (R,) each
         prepare_step(self.cache, position, span)
-        if self.cache.keeps_states:
+        if self.keeps_states:
             before = self.cache.copied()
         hidden = self.decoder(token[:, None], self.cache)[:, 0]  # (R, D)
-        if self.cache.keeps_states:
+        if self.keeps_states:
             self.cache.put_back(before, left <= 0)
         token, logprobs = self.draw(self.decoder.head(hidden), uniforms, forced.long())
         drawn = torch.stack([token.double(), logprobs.double()])  # (2, R)
@@ -177,8 +179,7 @@ def prepare_step(cache, position, span: int):
     It reads the first `span` positions and looks at no value of `position`, as graphs demand.
     """
     cache.begins = False
-    cache.rows = slice(0, len(position))
-    cache.read = cache.rows, slice(None), slice(0, span)
+    cache.read = slice(0, len(position)), slice(None), slice(0, span)
     index = torch.arange(len(position), device=cache.device)
     cache.write = index[:, None], slice(None), position[:, None]
     cache.position = position[:, None].clamp(max=span - 1)

@@ -28,7 +28,6 @@ class StateCache(RowCache):
         states: (layer, "conv" or "recurrent", number) -> a tensor (slots, ...), made when the layer
             first writes to it.
     """
-    keeps_states = True
 
     def __init__(self, slots: int, device):
         super().__init__(slots, device)
@@ -51,11 +50,11 @@ class StateCache(RowCache):
 
         This is a view, and so is a recurrence's: some layers write into it.
         """
-        return None if self.begins else self.states[layer_idx, "conv", state_idx][self.rows]
+        return None if self.begins else self.states[layer_idx, "conv", state_idx][self.read[0]]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0):
         """Return the state (R, ...) of a recurrence, or None where rows begin."""
-        return None if self.begins else self.states[layer_idx, "recurrent", state_idx][self.rows]
+        return None if self.begins else self.states[layer_idx, "recurrent", state_idx][self.read[0]]
 
     def update_conv_state(self, new, layer_idx: int, state_idx=0, conv_kernel_size=None, **_):
         """Store the last inputs of a convolution and return those before `new` (R, D, C) with it.
@@ -86,17 +85,17 @@ class StateCache(RowCache):
     def _store(self, place, new):
         if place not in self.states:
             self.states[place] = new.new_zeros(self.slots, *new.shape[1:])
-        self.states[place][self.rows] = new
+        self.states[place][self.read[0]] = new
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False  # only the state after the last token is kept
 
     def copied(self) -> list:
         """Return a copy of the states of the pass's rows."""
-        return [state[self.rows].clone() for state in self.states.values()]
+        return [state[self.read[0]].clone() for state in self.states.values()]
 
     def put_back(self, copies: list, ended):
         """Give the rows of the pass where `ended` (R,) is True the states of before."""
         for state, before in zip(self.states.values(), copies):
-            rows = state[self.rows]
+            rows = state[self.read[0]]
             rows.copy_(torch.where(ended.view(-1, *[1] * (rows.dim() - 1)), before, rows))
