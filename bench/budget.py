@@ -284,7 +284,7 @@ def _rollout(model, work: Workload, kind: str, free: float) -> int:
             if work.result_tokens:
                 engine.extend(row, [1] * (work.result_tokens - 1), 2**30)
         engine.step()
-    return engine.slots
+    return len(engine.owner)
 
 
 def _count_a_row(model):

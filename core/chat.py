@@ -33,7 +33,9 @@ To call a function, write its name and arguments as JSON between tags, one pair 
 {{"name": "function_name", "arguments": {{"argument_name": "value"}}}}
 </tool_call>
 Each result comes back between <tool_response> and </tool_response>."""
-FIRST_PROMPT = []  # functions of a chat and its first prompt's text, added by extras/models
+# Functions that extras/models adds: of a chat and its first prompt's text; and of a template, ids
+# of a prompt and the rendered turn that is to continue it, where the turn has not all of the ids.
+FIRST_PROMPT, SEAMS = [], []
 # Around a control token that is meant as text: the last two variation selectors, which no character
 # uses. They are printable, so that Python's repr, which LFM2.5's template writes, keeps them.
 BEGIN, END = "\U000e01ee", "\U000e01ef"
@@ -103,7 +105,12 @@ class Chat:
         messages.append(self._message("assistant", content, calls, **fields))
         rendered = self._template.ids(messages, generate=False, since=self._first_user)
         shared = len(os.path.commonprefix([prompt, rendered]))
-        turn = self._continue_prompt(prompt[shared:], rendered[shared:])
+        missing, turn = prompt[shared:], rendered[shared:]
+        for join in SEAMS:
+            missing, turn = join(self._template, missing, turn)
+        if missing:
+            raise ValueError("the chat template's assistant turns do not begin with its generation "
+                             f"prompt: {self._template.decode(missing)!r}")
         stop = self.call_stop_id if calls else self.answer_stop_id
         if stop in turn:
             turn = turn[: turn.index(stop)]
@@ -135,23 +142,6 @@ class Chat:
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         return self._template.decode(ids)
-
-    def _continue_prompt(self, prompt_ids, turn_ids):
-        """Return the rendered turn_ids as they continue a prompt that ends with prompt_ids."""
-        missing = self._template.decode(prompt_ids)
-        # The prompt may end with "<think>\n" where the turn has "<think>\n\n": "\n\n" is one token.
-        for end in range(len(missing.encode()) + 2):
-            text = self._template.decode(turn_ids[:end])
-            if text.startswith(missing):
-                return self._template.encode(text[len(missing) :]) + turn_ids[end:]
-        # The template's own turns do not have a thought.
-        if missing.strip() == "<think>":
-            return self._template.encode("</think>\n\n") + turn_ids
-        if missing.strip():
-            raise ValueError("the chat template's assistant turns do not begin with its generation "
-                             f"prompt: {missing!r}; where that closes a thought, put "
-                             "{% set enable_thinking = true %} at its top")
-        return turn_ids
 
     def _message(self, role, content, calls=(), **fields):
         message = {"role": role, "content": content, **fields}

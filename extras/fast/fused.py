@@ -30,17 +30,15 @@ def free_merged(linears):
 
 
 def merge_and_run(linear, x):
-    """Return the output of a Linear whose merged weight has been freed."""
+    """Return the output of a Linear whose merged weight may have been freed."""
     whole_weight(linear)
-    return linear(x)
+    return adapted_forward(linear, x)
 
 
 def whole_weight(linear):
     """Return the weight of a Linear, merged again if `free_merged` has freed it."""
     if not linear.weight.numel():
         linear.lora.merge(linear)
-    if getattr(vars(linear).get("forward"), "func", None) is merge_and_run:
-        linear.forward = partial(adapted_forward, linear)
     return linear.weight
 
 

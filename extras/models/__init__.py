@@ -2,20 +2,19 @@
 
     dialects.py      the tool calls and thoughts of a dozen families
     python_calls.py  those of the families that write Python: [f(x=1)]
+    templates.py     chat templates that open a thought, or that a message switches
     states.py        the cache of models that keep states: Mamba, LFM2, Qwen3.5, Granite 4
     probe.py         a few tokens through three forward passes, which must agree
 
-Importing it fills the five tables of core/tool_calls.py. Without it such calls are no calls, and a
-model whose template writes them is told its tools in text. It also notes what switches a first turn
-alone.
+Importing it fills the five tables of core/tool_calls.py and two of core/chat.py. Without it such
+calls are no calls, and a model whose template writes them is told its tools in text.
 `make_engine` wraps core's: it gives such a model its cache, and refuses what would be decoded
 wrongly.
 """
-import core.chat
 import core.engine
-from core.config import UserError, say_once
+from core.config import UserError
 from core.model import facts
-from extras.models import dialects  # noqa: F401
+from extras.models import dialects, templates  # noqa: F401
 from extras.models.states import StateCache, keeps_states
 
 __all__ = ["make_engine"]
@@ -40,20 +39,3 @@ def make_engine(model, *, tokens: int, make=core.engine.make_engine, **options):
     if keeps_states(model):
         options.setdefault("cache", StateCache)
     return make(model, tokens=tokens, **options)
-
-
-def note_switch(chat, prompt: str):
-    """Say so if this first prompt opens its turn in another way than later turns are opened.
-
-    SmolLM3's and Nemotron's templates obey /no_think in a message. The prompts of later turns are
-    cut out of a conversation that does not say it.
-    """
-    if not prompt.endswith(chat.opening):
-        name = chat.tokenizer.name_or_path or "this tokenizer"
-        say_once(f"note: the chat template of {name} opens the first turn in another way than "
-                 f"those after it, {chat.opening.strip()!r}; what its messages switch, such as "
-                 "/no_think, set for all turns at the top of chat_template.jinja: "
-                 "{% set enable_thinking = false %}")
-
-
-core.chat.FIRST_PROMPT.append(note_switch)

@@ -232,6 +232,7 @@ def test_a_template_whose_calls_we_cannot_read_is_told_its_tools_in_text(before,
     assert ("tool_response" in c.tokenizer.decode(c.prompt(user("Hi")))) != native
 
 
+@dialects
 def test_a_prompt_that_opens_a_thought_leaves_the_tools_native():
     """QwQ-32B: "<think>" of the prompt and "<tool_call>" of the turn begin alike, which cut the call's tag in two."""
     tok = small.__wrapped__("hermes")
@@ -308,6 +309,7 @@ def test_turn_joins_the_generation_prompt():
     assert chat("hermes").text(chat("hermes").turn("\n\nHi", [])) == "\n\nHi"
 
 
+@dialects
 def test_turn_joins_the_real_generation_prompts():
     """A token across the seam (Qwen3.5: "\\n" + "\\n"), a thought the prompt opens (Nemotron, DeepSeek)."""
     for name, turn in {

@@ -182,10 +182,11 @@ def test_greedy_is_transformers_greedy(name):
 def test_a_groups_prompt_is_forwarded_once(slots):
     prompts, group_size, limit = [ids_of(17, 0), ids_of(4, 1), ids_of(9, 2)], 5, 4
     episodes = [(prompt, i, []) for i, prompt in enumerate(prompts) for _ in range(group_size)]
-    played, engine = play(build("qwen2"), episodes, slots=slots, limit=limit)
+    model = build("qwen2")
+    played, engine = play(model, episodes, slots=slots, limit=limit)
     # A turn of n tokens forwards n - 1 of them: the first comes from the prompt's logits, nobody reads on after the last.
     assert engine.forwarded == sum(map(len, prompts)) + len(episodes) * (limit - 1)
-    assert recomputed(engine.model, played).max() < 1e-4
+    assert recomputed(model, played).max() < 1e-4
 
 
 def test_a_prompt_is_kept_only_while_rows_of_its_group_wait(monkeypatch):
