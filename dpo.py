@@ -316,8 +316,7 @@ def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Traj
 
 def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     """Return group_size episodes of every task. A resumed run reads those that it has played."""
-    # A run that goes back to its beginning plays them once more.
-    if run.checkpoint and run.checkpoint.name != "step_000000":
+    if run.checkpoint and run.checkpoint.name != "step_000000":  # from its beginning it plays again
         return read_trajectories(str(run.folder / "trajectories.jsonl"))
     played = without_faults(rollout(model, tokenizer, config.env, tasks, config.group_size,
                                     **rollout_options(config, run)))
