@@ -1,4 +1,4 @@
-"""Rows of files, groups of episodes, batches of them, and many episodes in numbers.
+"""Files of text and JSON, groups of episodes, batches of them, and many episodes in numbers.
 
 Every failure to read a file becomes one line, `FILE:LINE: what is wrong`.
 """
@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from core.config import UserError, mix, reading
+from core.config import mix, reading
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
-# Optional layers fill these: arguments of json.loads, functions that give our names to messages of
-# other forms, and `read_data` of more forms.
-JSON_RULES, MESSAGE_FORMS, MIXERS = {}, [], []
+JSON_RULES = {}  # arguments of json.loads, which extras/data fills
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -71,49 +69,6 @@ def json_value(value):
 def to_json(value, indent=None):
     """Return the value as strict JSON, with a newline at the end."""
     return json.dumps(json_value(value), indent=indent, allow_nan=False) + "\n"
-
-
-# -------------------------------------------------------------------------------------------- rows
-def json_rows(path):
-    """Yield (line number, row) of a .jsonl file."""
-    for number, text in lines_of(path):
-        with reading(path, number):
-            if text.startswith("["):
-                raise ValueError("a JSON list; write one object per line, or name the file .json")
-            row = parse_object(text) if text.strip() else None
-        if row is not None:
-            yield number, row
-
-
-def read_rows(source: str):
-    """Yield (line number, row) of a source with the reader of READERS. No rows are an error."""
-    for kind, read in READERS.items():
-        # Windows programs write X.CSV.
-        if source.startswith(kind) or source.lower().endswith(kind):
-            break
-    else:
-        raise UserError(f"{source:.200}: .jsonl is read here; another type needs extras/data, "
-                        "which is not here")
-    number = None
-    for number, row in read(source):
-        yield number, row
-    if number is None:
-        raise UserError(f"{source}: no rows")
-
-
-# {the end or the beginning of a source: its reader}. Layers add to it.
-READERS = {".jsonl": json_rows}
-
-
-def read_data(data: str, fields: str | None = None, seed: int = 0):
-    """Yield (place, row) of every row of a data set, the value of a flag. A place is FILE:LINE."""
-    if MIXERS:
-        yield from MIXERS[0](data, fields, seed)
-    elif fields:
-        raise UserError("--fields needs extras/data, which is not here")
-    else:
-        for line, row in read_rows(data):
-            yield f"{data}:{line}", row
 
 
 def split_of(text: str) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 from unicodedata import normalize
 
 from envs.answers import spaced
-from core.data import read_rows, read_text
+from envs.task_files import read_rows
+from core.data import read_text
 from core.config import UserError
 
 # A document has at most 1200 characters. A longer text becomes several, cut at white space.

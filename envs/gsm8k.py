@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 import envs
-from core.data import read_rows, shuffled
+from envs.task_files import read_rows
+from core.data import shuffled
 from core.config import UserError
 from core.tool_calls import after_thought
 

@@ -8,13 +8,100 @@ from tqdm import tqdm
 
 import envs
 from core.config import NO_BAR, UserError, fill, read_yaml, reading
-from core.data import read_data, shuffled, split_of
+from core.data import lines_of, parse_object, shuffled, split_of
 from core.run import CONFIG, algorithm_of
 from envs.tasks import json_of
 
 needed = cache(envs.needed)  # a file may have a million rows
 
 
+# -------------------------------------------------------------------------------- rows of any file
+def json_rows(path):
+    """Yield (line number, row) of a .jsonl file."""
+    for number, text in lines_of(path):
+        with reading(path, number):
+            if text.startswith("["):
+                raise ValueError("a JSON list; write one object per line, or name the file .json")
+            row = parse_object(text) if text.strip() else None
+        if row is not None:
+            yield number, row
+
+
+def read_rows(source: str):
+    """Yield (line number, row) of a source with the reader of READERS. No rows are an error."""
+    for kind, read in READERS.items():
+        # Windows programs write X.CSV.
+        if source.startswith(kind) or source.lower().endswith(kind):
+            break
+    else:
+        raise UserError(f"{source:.200}: .jsonl is read here; another type needs extras/data, "
+                        "which is not here")
+    number = None
+    for number, row in read(source):
+        yield number, row
+    if number is None:
+        raise UserError(f"{source}: no rows")
+
+
+# extras/data fills these: {the end or the beginning of a source: its reader}, and `read_data` of
+# several sources and of columns with other names.
+READERS, MIXERS = {".jsonl": json_rows}, []
+
+
+def read_data(data: str, fields: str | None = None, seed: int = 0):
+    """Yield (place, row) of every row of a data set, the value of a flag. A place is FILE:LINE."""
+    if MIXERS:
+        yield from MIXERS[0](data, fields, seed)
+    elif fields:
+        raise UserError("--fields needs extras/data, which is not here")
+    else:
+        for line, row in read_rows(data):
+            yield f"{data}:{line}", row
+
+
+# What a row with such a column is, and how its file is given.
+ROW_KINDS = {
+    "token_ids": "a recorded episode is given with --trajectories",
+    "chosen": "a pair is given to dpo.py with --dataset",
+    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
+                    "a conversation is given to sft.py with --dataset"),
+}
+
+
+def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
+    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
+
+    A ValueError of `convert` becomes a UserError that names the place.
+    """
+    for place, row in read_data(data, fields, seed):
+        with reading(place):
+            item = convert(row, place)
+        yield item
+
+
+def need(row: dict, *fields: str, otherwise: str = ""):
+    """Raise ValueError if the row lacks one of the fields.
+
+    The message says how a row of another kind is given, or what is missing, and `otherwise`.
+    """
+    columns = ", ".join(row)
+    for name in fields:
+        if row.get(name) is None:
+            wanted = {None, *map(ROW_KINDS.get, fields)}
+            kinds = [kind for kind in map(ROW_KINDS.get, row) if kind not in wanted]
+            if kinds:
+                raise ValueError(f"{kinds[0]}; the row has: {columns}")
+            hint = otherwise and f"; {otherwise}"
+            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
+            raise ValueError(f"{wrong}; has: {columns}{hint}")
+
+
+def is_held_out(content) -> bool:
+    """True for a tenth of all contents, by their hash."""
+    return split_of(json_of(content)) == "test"
+
+
+# ------------------------------------------------------------------------------------------- tasks
 def tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
     """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
     tasks = []
@@ -78,49 +165,6 @@ def as_task(cls, row: dict) -> dict | None:
             from envs.prompts import opening
             opening(cls.reset, task, "any question")
     return task
-
-
-# -------------------------------------------------------------------------------- rows of any file
-# What a row with such a column is, and how its file is given.
-ROW_KINDS = {
-    "token_ids": "a recorded episode is given with --trajectories",
-    "chosen": "a pair is given to dpo.py with --dataset",
-    **dict.fromkeys(("messages", "conversations", "completion", "instruction"),
-                    "a conversation is given to sft.py with --dataset"),
-}
-
-
-def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
-    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
-
-    A ValueError of `convert` becomes a UserError that names the place.
-    """
-    for place, row in read_data(data, fields, seed):
-        with reading(place):
-            item = convert(row, place)
-        yield item
-
-
-def need(row: dict, *fields: str, otherwise: str = ""):
-    """Raise ValueError if the row lacks one of the fields.
-
-    The message says how a row of another kind is given, or what is missing, and `otherwise`.
-    """
-    columns = ", ".join(row)
-    for name in fields:
-        if row.get(name) is None:
-            wanted = {None, *map(ROW_KINDS.get, fields)}
-            kinds = [kind for kind in map(ROW_KINDS.get, row) if kind not in wanted]
-            if kinds:
-                raise ValueError(f"{kinds[0]}; the row has: {columns}")
-            hint = otherwise and f"; {otherwise}"
-            wrong = f'"{name}" is null' if name in row else f'no "{name}" field'
-            raise ValueError(f"{wrong}; has: {columns}{hint}")
-
-
-def is_held_out(content) -> bool:
-    """True for a tenth of all contents, by their hash."""
-    return split_of(json_of(content)) == "test"
 
 
 # ----------------------------------------------------------- what runs and recorded episodes say

@@ -11,13 +11,14 @@ hub get their revision.
     pairs.py           rows {"prompt", "chosen", "rejected"}
 """
 from core import config, data
+from envs import prompts, task_files
 from extras.data import mixtures, tables
 from extras.presence import has
 
 data.JSON_RULES.update(tables.STRICT)
-data.READERS.update(tables.READERS)
-data.MIXERS.append(mixtures.rows_of)
-data.MESSAGE_FORMS.append(tables.with_our_names)
+task_files.READERS.update(tables.READERS)
+task_files.MIXERS.append(mixtures.rows_of)
+prompts.MESSAGE_FORMS.append(tables.with_our_names)
 config.FILLED += [mixtures.write_as_text, mixtures.pin_revisions]
 if has("hints"):
     from extras.hints.command_line import YAML_LISTS

@@ -15,7 +15,8 @@ import re
 from contextlib import suppress
 
 from core.config import UserError, mix, named, say_once
-from core.data import read_rows, shuffled
+from envs.task_files import read_rows
+from core.data import shuffled
 from extras.data.tables import pinned
 
 LISTS = ("dataset", "eval_dataset", "tasks")  # flags that may hold a list of rows

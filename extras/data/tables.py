@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from contextlib import suppress
 
-from core.data import json_rows, lines_of, parse_object, read_text
+from envs.task_files import json_rows
+from core.data import lines_of, parse_object, read_text
 from core.config import UserError, reading
 
 # What others call our roles.

@@ -6,7 +6,8 @@ from decimal import Decimal
 import pytest
 
 from envs.tasks import load_tasks
-from core.data import read_json, read_rows as rows_of
+from core.data import read_json
+from envs.task_files import read_rows as rows_of
 from core.config import UserError, printable, reading
 from extras.stop import Stop
 from extras.hints.command_line import read_yaml

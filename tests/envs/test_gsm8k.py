@@ -20,7 +20,7 @@ from envs.tasks import load_tasks
 import envs
 from envs import gsm8k
 from envs.gsm8k import GSM8K, _number, calculator
-from core.data import read_rows
+from envs.task_files import read_rows
 from core.config import UserError
 
 DATA = os.path.abspath(os.path.join(os.path.dirname(__file__), "../../../shared/data/gsm8k"))

@@ -27,7 +27,7 @@ from bench.meetings import (
     belief,
     simulate,
 )
-from core.data import read_rows
+from envs.task_files import read_rows
 from core.chat import Chat
 from core.tool_calls import parse_tool_calls
 

@@ -18,7 +18,7 @@ import grpo
 import reward_weighted
 import schooling
 import sft
-from core.data import read_rows as rows_of
+from envs.task_files import read_rows as rows_of
 from core.config import UserError
 from extras.hints.command_line import parse
 from layers import main

@@ -18,7 +18,7 @@ import agent_program
 import grpo
 import reward_weighted
 import sft
-from core.data import read_data
+from envs.task_files import read_data
 from extras.data.mixtures import data_sources
 from envs.task_files import is_held_out
 from envs.tasks import load_tasks
