@@ -53,9 +53,7 @@ def rows_of(data: str, fields: str | None, seed: int):
             yield from _rows(source, columns)
         return
     if not all(weights):
-        named = ",".join(source if weight is None else f"{source}={weight:g}"
-                         for source, weight in sources)
-        raise UserError(f"{named}: give every one of them a weight above 0, or none")
+        raise UserError(f"{data}: give every one of them a weight above 0, or none")
     tables = [list(_rows(source, columns)) for source, _ in sources]
     unit = min(len(rows) / weight for rows, weight in zip(tables, weights))
     for (source, weight), rows in zip(sources, tables):
