@@ -368,7 +368,7 @@ def rollout_options(config, run=None, model=None) -> dict:
     if model and facts(model).refuses_engine and not config.sampler:
         raise UserError(facts(model).refuses_engine)
     return {"limits": envs.limits_of(config), "temperature": getattr(config, "temperature", 1.0),
-            "seed": config.seed, "env_options": envs.options_of(config),
+            "seed": config.seed, "env_options": envs.options_of(config), "agent": Episode,
             "engine": sampler_of(config, run), "pay": rewards_of(config), "run": run}
 
 
@@ -425,13 +425,10 @@ def command(config: Config):
 
 
 def chat(play, cls):
-    """Play an episode for every line that the user types. Ctrl-D ends.
-
-    Environments make a task of the line. Where it is a prompt, the conversation continues.
-    """
+    """Play an episode for every line that the user types. A plain prompt continues those before."""
     from envs.transcripts import transcript
     past = []  # messages
-    with suppress(EOFError):
+    with suppress(EOFError):  # Ctrl-D
         for step in count():
             text = input("You: ")
             try:

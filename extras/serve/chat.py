@@ -99,7 +99,7 @@ def play_tasks(config, agent, model, tokenizer, tasks: list[dict]):
     pay = options.pop("pay")
     ended = []
 
-    class Kept(agent.Episode):
+    class Kept(options.pop("agent")):
         def leave(self):
             """Write the episode. Paid at once, it is whole whatever ends the program early."""
             if pay:
