@@ -3,7 +3,7 @@
     sandbox.py        run(code): a process of its own, confined by the kernel
     sandbox_child.py  that process
     code.py           the environment: functions to write, judged by hidden tests
-    code_tasks.py     its tasks
+    code_tasks.py     its tasks, of the families in code_tasks.json
     code_style.py     its reviewer
 
 Importing this package fills two tables: envs.ENVS with `code`, and envs.TOOLS with `python`.

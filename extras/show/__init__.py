@@ -1,9 +1,8 @@
 """What a run shows.
 
     run.py     Run overrides core.run.Run: bars, plan, notes, alarms, a full table, report.html
-    notes.py   the words of a run: what it warns of, and what people then do
+    notes.py   the words of a run, what it warns of, and what people then do: notes.json
     bars.py    episode_bar overrides core.config.episode_bar
     report.py  the page of a run: python -m extras.show.report RUN...
     curves.py  its curves, as inline SVG
-    traces.py  episodes that agent.py plays, with their tokens
 """
