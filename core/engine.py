@@ -45,7 +45,7 @@ class Row:
 
     pending: list[int]  # ids that are not in the cache yet, at first the prompt
     _: KW_ONLY
-    group: object = None  # rows of a group have the same prompt, which runs once
+    group: object = field(default_factory=object)  # its rows share a prompt, which runs once
     seed: int = 0
     limit: int = 128  # tokens of a turn, at most
     forced: list[int] = field(default_factory=list)  # ids to take in place of sampled ones
@@ -58,8 +58,6 @@ class Row:
     def __post_init__(self):
         self.pending = list(self.pending)
         self.forced = list(self.forced)
-        if self.group is None:
-            self.group = self
         self._generator = np.random.Generator(np.random.Philox(key=self.seed))
         self._uniforms = []
 
