@@ -28,9 +28,9 @@ KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "
          bool: ("false", "true or false")}
 # A float32 holds no larger number, and a tensor of int32 no larger count.
 LARGEST = {int: 2**31 - 1, float: 3.4e38}
-# Optional layers fill these: defaults of flags (or functions of the config), their help, functions
-# that `fill` calls with a config, and contexts around a program.
-DEFAULTS, HELP, FILLED, AROUND = {}, {}, [], []
+# Optional layers fill these: {flag: properties that are other ones}, functions that `fill` calls
+# with a config, and contexts around a program.
+CHANGED, FILLED, AROUND = {}, [], []
 # tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
 NO_BAR = os.environ.get("RANK", "0") != "0" or None
 say = tqdm.write  # above the bars that are shown
@@ -113,9 +113,7 @@ def reason(error, path) -> str:
 def flag(default, help="", /, **properties):
     """Declare a field of a Config. A class that declares it again states only what differs.
 
-    Args:
-        choices, aliases: the values that are allowed, and other names of the flag.
-        low, high, above: bounds of a number, the last one exclusive.
+    The properties are choices, aliases, and bounds of a number: low, high, and above (exclusive).
     """
     if help:
         properties["help"] = help
@@ -131,9 +129,9 @@ def auto(default, help="", **properties):
 
 
 def fill(config, *tables):
-    """Return a copy of the config in which every `auto` field has a value.
+    """Return a copy of the config whose unset `auto` fields have a value.
 
-    One that the user has not set gets the value of the first table that has it, or its default.
+    It is that of the first table which has the field, or its default.
     """
     config = dataclasses.replace(config)
     for name, option in options(type(config)).items():
@@ -159,8 +157,7 @@ def options(config_class):
                       "low": largest and -largest, "high": largest}
             option |= vars(flags.get(name, SimpleNamespace()))
             option |= {"default": field.default, "auto": False, **field.metadata}
-            option["default"] = DEFAULTS.get(name, option["default"])
-            option["help"] = HELP.get(name, option["help"])
+            option |= CHANGED.get(name, {})
             (flags if name in flags else new)[name] = SimpleNamespace(**option)
         flags = new | flags
     return flags
@@ -251,7 +248,7 @@ def named(value):
     return f"{value.__module__}:{name}" if callable(value) else value and str(value)
 
 
-# ----------------------------------------------------------------------------------- reading values
+# ------------------------------------------------------------------ the command line and YAML files
 def convert(value, option, source):
     """Return the checked value of an option. Text is parsed first.
 
@@ -295,7 +292,6 @@ def read_yaml(path) -> dict:
     return {name: None if value in ("null", "~") else value for name, value in values.items()}
 
 
-# --------------------------------------------------------------------------------- the command line
 def parse(config_class, argv, description=""):
     """Return the config that the command line and its --config files ask for. Raises UserError.
 

@@ -14,10 +14,10 @@ early saves the last whole step. No line of a training loop knows this layer: th
 begun it learns from a hook of the optimizer. Importing it lets `core.config.main` handle signals. A
 checkpoint that core alone has written is continued, too, with a line that it is not verified.
 """
-from core.config import AROUND, HELP
+from core.config import AROUND, CHANGED
 from extras.exact.process import Signals
 
 AROUND.append(Signals)
-HELP["save_every"] = (
+CHANGED["save_every"] = {"help": (
     "steps between checkpoints, of which the last two and the best stay; 0: after 10 minutes of "
-    "training each, and at the end; an evaluated step is saved, too")
+    "training each, and at the end; an evaluated step is saved, too")}

@@ -26,7 +26,7 @@ from extras.fast.sampling import sample
 
 __all__ = ["faster", "make_engine", "speed_up"]
 
-core.config.DEFAULTS["dtype"] = best_dtype
+core.config.CHANGED["dtype"] = {"default": best_dtype}
 
 
 def make_engine(model, *, tokens: int, make=core.engine.make_engine, static: bool | None = None,
