@@ -15,7 +15,7 @@ import extras.show.run
 import layers
 import sft
 from agent import rollout
-from core.config import HELP, UserError, options
+from core.config import CHANGED, UserError, options
 from core.model import checkpoints
 from extras.exact.checkpoint import read_state
 
@@ -94,7 +94,7 @@ def test_cores_run_refuses_a_folder_and_renames_what_it_overwrites(place, tmp_pa
 def test_the_help_of_save_every_says_what_the_layer_does(monkeypatch):
     """Core keeps the last two. Which one is the best only `exact` knows."""
     assert "the last two and the best stay" in options(sft.Config)["save_every"].help
-    monkeypatch.delitem(HELP, "save_every")
+    monkeypatch.delitem(CHANGED, "save_every")
     assert "the last two stay" in options(sft.Config)["save_every"].help
 
 
