@@ -1,4 +1,4 @@
-"""extras/rewards/__init__.py: every built-in function by hand, what --rewards says, how episodes are paid, and TRL's own functions."""
+"""extras/rewards/functions.py: every built-in function by hand, what --rewards says, how episodes are paid, and TRL's own functions."""
 import asyncio
 import json
 import math
@@ -15,7 +15,7 @@ import grpo
 import envs
 from agent import Limits, Trajectory, rollout
 from layers import rewards_of
-from extras import rewards
+from extras.rewards import functions as rewards
 from extras.exact.environments import sources
 from extras.vllm.ahead import Ahead
 from envs.tasks import load_tasks
@@ -439,7 +439,7 @@ def test_a_partial_is_noted_with_the_file_of_its_function(functions):
     """A partial is of functools, whose 300 modules of the standard library are no source of a run."""
     with open(functions, "a") as file:
         file.write("from functools import partial\nquarter = partial(lambda episode, k: k, k=0.25)\n")
-    assert loaded(f"length,{functions}:quarter").modules == ["extras.rewards", "extras.rewards", functions]
+    assert loaded(f"length,{functions}:quarter").modules == ["extras.rewards.functions", "extras.rewards.functions", functions]
 
 
 def test_a_config_file_does_not_name_functions(tmp_path):

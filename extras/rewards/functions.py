@@ -1,0 +1,281 @@
+"""The functions that --rewards names: those that are built in, and how all of them pay episodes."""
+import asyncio
+import math
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import groupby
+
+import envs
+from envs.answers import alternatives, normalized, spaced
+from envs.calls import awaited, message_of, needed
+from envs.files import module_at
+from extras.rewards.trl import as_trl, is_of_trl, turns_of
+from core.config import UserError, nearest, reading, say_once
+from core.data import is_finite
+from core.tool_calls import after_thought
+
+NGRAM = 3  # words of what counts as repeated
+# How it was done: it does not say that a task was solved.
+MANNERS = ("format", "tool_used", "length", "repetition")
+SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
+BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
+ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)
+# As in DAPO, with Markdown around it, and in GSM8K.
+LAST = re.compile("^[^\\w\n]*answer[*_ ]*[:\uff1a]|####", re.MULTILINE | re.IGNORECASE)
+
+
+# ---------------------------------------------------------------------------------------- built in
+def environment(t) -> list[float]:
+    """What the environment pays, turn by turn."""
+    return t.rewards
+
+
+def answer_of(t) -> str:
+    """Return an episode's final answer: the only argument of its last call, or in its last text.
+
+    What a thought says is no answer.
+    """
+    last = t.messages[turns_of(t)[-1]]
+    for call in last.get("tool_calls", [])[-1:]:
+        if len(call["arguments"]) == 1:
+            [value] = call["arguments"].values()
+            return str(value)
+    return marked(after_thought(last["content"]))
+
+
+def marked(text: str) -> str:
+    """Return what <answer></answer>, \\boxed{}, "####" or "Answer:" marks, or all of a text."""
+    answers = ANSWERS.findall(text)
+    # One may stand in another: <answer>\boxed{3}</answer>.
+    return marked("".join(answers[-1])) if answers else LAST.split(text)[-1]
+
+
+def references_of(t) -> list[str]:
+    """Return what the task's column "answer" or "solution" accepts: it, and each item of a list."""
+    task = t.info["task"]
+    return [marked(text) for text in alternatives(task.get("answer", task.get("solution")))]
+
+
+def exact(t) -> float | None:
+    """1 if the final answer equals the reference: SQuAD's exact match (arXiv 1606.05250)."""
+    # A reference without a word would pay for silence.
+    references = list(filter(None, map(normalized, references_of(t))))
+    if references:
+        return float(normalized(answer_of(t)) in references)
+
+
+def well_formed(t) -> float:
+    """1 if every turn can be read: its calls parse, and no limit cut it. As in arXiv 2504.13958."""
+    return float(t.info["parsed_turns"] == len(t.rewards))
+
+
+def tool_used(t) -> float:
+    """1 if a tool was called without an error and the task was solved.
+
+    DeepEyes' conditional bonus, arXiv 2505.14362: without the condition, idle calls are learned. It
+    needs get_reward() or _check(): without both, the rewards say afterwards what was solved.
+    """
+    tried = t.info["tool_calls"] + t.info["unreadable_calls"]
+    return float(t.info["success"] and tried > t.info["tool_errors"])
+
+
+def length(t, limits) -> list[float]:
+    """DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, of every turn: 0 to -1.
+
+    L_max is the turn's budget of tokens and L_cache a fifth of it.
+    """
+    values = []
+    start = 0
+    for sampled, run in groupby(t.loss_mask):
+        tokens = len(list(run))
+        if sampled:
+            budget = min(limits.max_new_tokens, limits.max_tokens - start)
+            excess = tokens - (1 - SOFT_SHARE) * budget
+            values.append(-min(max(excess, 0.0) / (SOFT_SHARE * budget), 1.0))
+        start += tokens
+    return values
+
+
+def repetition(t) -> float:
+    """Minus the share of an episode's repeated word trigrams, after arXiv 2502.03373, C.2."""
+    counts = Counter()
+    for turn in turns_of(t):
+        words = spaced(t.messages[turn]["content"]).split()
+        counts.update(zip(*(words[i:] for i in range(NGRAM))))
+    return len(counts) / counts.total() - 1 if counts else 0.0
+
+
+def math_verify(t) -> float | None:
+    """1 if the final answer equals the reference as the package math-verify compares them.
+
+    None where the reference cannot be read. github.com/huggingface/Math-Verify has time-outs, for
+    which it must be called in the main thread.
+    """
+    from math_verify import parse, verify
+    golds = list(filter(None, [parse(f"\\boxed{{{text}}}") for text in references_of(t)]))
+    if not golds:
+        return None
+    answer = answer_of(t).strip("*_` \n")
+    given = [parse(f"\\boxed{{{answer.removesuffix('.')}}}")]
+    # Among words the answer may stand anywhere. A formula counts as a whole: 2x + 3 is no 2.
+    if "$" in answer or re.search(r"(?<!\\)\b[A-Za-z]{3}", answer):
+        given.append(parse(answer))
+    return float(any(verify(gold, one) for gold in golds for one in given))
+
+
+BUILT_IN = {"environment": environment, "exact": exact, "format": well_formed,
+            "tool_used": tool_used, "length": length, "repetition": repetition,
+            "math_verify": math_verify}
+
+
+# -------------------------------------------------------------------------------- what is asked for
+def load(config) -> "Rewards":
+    """Return the functions that --rewards names. Raises UserError."""
+    if not config.rewards:
+        raise UserError(f"--env {config.env}: there is no get_reward(): write one "
+                        "(envs/template.py), or name functions with --rewards")
+    functions, weights = {"environment": environment}, {}
+    for item in filter(str.strip, config.rewards.split(",")):
+        target, _, weight = (side.strip() for side in item.partition("="))
+        name = target.rpartition(":")[2]
+        if name in weights or (name == "environment" and target != name):
+            raise UserError(f"--rewards {item}: another function has this name")
+        with reading(f"--rewards {item}"):
+            if weight != "veto":
+                weight = float(weight or 1)
+                if not is_finite(weight):
+                    raise ValueError("a weight is a finite number, or veto")
+            weights[name] = weight
+        functions[name] = _function(target)
+        if target == "math_verify" and not find_spec(target):
+            raise UserError("--rewards math_verify: pip install math-verify")
+        if target == "length":
+            functions[name] = partial(length, limits=envs.limits_of(config))
+    return Rewards(functions, weights)
+
+
+def _function(target: str):
+    """Return the function behind a name of BUILT_IN, `module:name` or `path/to/file.py:name`."""
+    if target in BUILT_IN:
+        return BUILT_IN[target]
+    place, colon, name = target.rpartition(":")
+    if not colon:
+        known = f"known: {', '.join(BUILT_IN)}, or give path/to/file.py:function"
+        raise UserError(f"--rewards {target}: {nearest(target, BUILT_IN, otherwise=known)}")
+    function = getattr(module_at(place, f"--rewards {target}"), name, None)
+    if not callable(function):
+        raise UserError(f"--rewards {target}: {place} has no function {name}; a lambda or an "
+                        "object is found by the name that a file gives it: path/to/file.py:name")
+    with reading(f"--rewards {target}"):
+        arguments = needed(function)
+        if len(arguments) > 1 and not is_of_trl(function):
+            raise ValueError(f"needs {', '.join(arguments)}; a function takes the episode, or as "
+                             "in TRL completions, columns of the task and **kwargs")
+    return function
+
+
+async def side_by_side(coroutines: list) -> list:
+    """Await the values of all episodes at once. A judge may need seconds for each."""
+    return await asyncio.gather(*coroutines)
+
+
+@dataclass
+class Rewards:
+    """Pays the episodes of a rollout what the functions say."""
+
+    functions: dict  # by name
+    weights: dict  # name -> a number or "veto"; without one it is 1
+
+    @property
+    def modules(self) -> list[str]:
+        # A partial itself is of functools.
+        return [getattr(f, "func", f).__module__ for f in self.functions.values()]
+
+    def __call__(self, episodes: list):
+        """Set the rewards of agents (agent.Episode) whose episode has ended and did not fail.
+
+        Raises UserError if a function raises or returns what is no reward.
+        """
+        ended = [e for e in episodes if math.isfinite(e.trajectory.reward)
+                 and e.trajectory.stop_reason != "error"]
+        values = [self._values(name, ended) for name in self.functions if ended]
+        for episode, *row in zip(ended, *values):
+            self._pay_one(episode, dict(zip(self.functions, row)))
+
+    def _values(self, name: str, episodes: list) -> list:
+        """Return a function's values, one for each of the episodes."""
+        function = self.functions[name]
+        try:
+            if is_of_trl(function):
+                values = awaited(function(**as_trl(episodes, name, function)))
+                if isinstance(values, Iterable):
+                    values = list(values)
+            else:
+                values = [function(e.trajectory) for e in episodes]
+                if asyncio.iscoroutine(values[0]):
+                    values = awaited(side_by_side(values))
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(f"--rewards {name} raised {message_of(error)} "
+                            f"({frame.filename}:{frame.lineno})") from error
+        if not isinstance(values, list) or len(values) != len(episodes):
+            raise UserError(f"--rewards {name} returned {values!r:.60} for {len(episodes)} "
+                            "completions; give a list with a number or None for each")
+        if all(value is None for value in values):
+            columns = ", ".join(episodes[0].trajectory.info["task"])
+            say_once(f"note: --rewards {name} scores none of these episodes; their tasks have "
+                     f"{columns} (exact and math_verify need answer or solution: --fields)")
+        return values
+
+    def _pay_one(self, episode, values: dict):
+        t = episode.trajectory
+        session = episode.session
+        t.rewards = [0.0] * len(t.rewards)
+        vetoed = False
+        earned = {}
+        for name, value in values.items():
+            if value is None or name == "environment" and not session.pays:
+                continue
+            weight = self.weights.get(name, 1.0)
+            turns = per_turn(name, value, len(t.rewards))
+            if not all(map(is_finite, turns)):
+                return episode.spoil(f"--rewards {name} is {value} on task {t.info['task']}"[:300])
+            t.reward_parts[name] = math.fsum(turns)
+            if weight == "veto":
+                vetoed |= not any(turns)
+            else:
+                t.rewards = [a + weight * b for a, b in zip(t.rewards, turns)]
+                if name not in MANNERS:
+                    earned[name] = weight * math.fsum(turns)
+        if vetoed:
+            t.rewards = [min(reward, 0.0) for reward in t.rewards]
+        t.reward = math.fsum(t.rewards)
+        if not session.pays and not hasattr(session.env, "_check"):
+            total = math.fsum(earned.values()) if earned else t.reward
+            t.info["success"] = total > 1e-9 and not vetoed
+            if len(earned) > 1:
+                # Some of them may pay for manners.
+                say_once(f"note: --rewards: success is {' + '.join(earned)} above 0; where that is "
+                         "not what solved means, give the environment a _check() "
+                         "(envs/template.py)")
+
+
+def per_turn(name: str, value, count: int) -> list[float]:
+    """Return what a function returned as one number for each of `count` turns, or raise UserError.
+
+    A single number is of the last turn.
+    """
+    turns = value
+    if not isinstance(value, list):
+        turns = [0.0] * (count - 1) + [value]
+    with suppress(TypeError, ValueError):
+        if len(turns) == count:
+            return list(map(float, turns))
+    raise UserError(f"--rewards {name} returned {value!r:.60}; a reward is a number, or a list "
+                    f"with one for each of the {count} assistant turns, or None")
