@@ -15,7 +15,6 @@ import core.engine
 from core.config import UserError
 from core.model import facts
 from extras.models import dialects, templates  # noqa: F401
-from extras.models.states import StateCache, keeps_states
 
 __all__ = ["make_engine"]
 
@@ -36,6 +35,15 @@ def make_engine(model, *, tokens: int, make=core.engine.make_engine, **options):
     if rope.get("rope_type") in ("longrope", "dynamic") and tokens > limit:
         raise UserError(f"--max_tokens {tokens}: give at most {limit}; beyond, this model "
                         f"({rope['rope_type']} RoPE) encodes all positions of a text anew")
-    if keeps_states(model):
-        options.setdefault("cache", StateCache)
+    options.setdefault("cache", cache_of(model))
     return make(model, tokens=tokens, **options)
+
+
+def cache_of(model) -> type | None:
+    """Return StateCache if transformers' own cache of this model holds states, else None."""
+    from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+    layers = DynamicCache(config=model.config).layers
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+        from extras.models.states import StateCache  # most models keep keys and values alone
+        return StateCache
+    return None

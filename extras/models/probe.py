@@ -22,7 +22,7 @@ from core.engine import Engine, Row, StockForward, row_attention
 from core.logprobs import token_logprobs
 from core.model import facts, settings
 from extras.presence import has
-from extras.models.states import StateCache, keeps_states
+from extras.models import cache_of
 from lora import adapter_tensors, adapters
 
 TOKENS = 17  # of each of the probe's two rows
@@ -202,7 +202,7 @@ def engine_logprobs(model, ids):
     if has("fast"):  # which decodes in place of core's
         from extras.fast.attention import fast_row_attention as attention
     engine = Engine(model, slots=2, decoder=StockForward(model, attention),
-                    cache=StateCache if keeps_states(model) else None)
+                    cache=cache_of(model))
     rows = [Row(row[:n], limit=RESULT - n, forced=row[n:])
             for n, row in enumerate(ids.tolist(), PROMPT)]
     engine.add(rows)

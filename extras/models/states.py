@@ -12,13 +12,6 @@ from torch.nn import functional as F
 from core.engine import RowCache
 
 
-def keeps_states(model) -> bool:
-    """True if transformers' own cache of this model holds states."""
-    from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
-    layers = DynamicCache(config=model.config).layers
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-
-
 class StateCache(RowCache):
     """A `RowCache` that holds states as well, by the names of transformers' Cache.
 
