@@ -45,6 +45,7 @@ from core.logprobs import token_logprobs
 from envs.task_files import with_env
 from episodes import longer, make_pairs, read_files, read_trajectories, split_pairs, write_pairs
 from lora import merged_to_train
+from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. Its larger forward passes are faster.
 TINY = {"learning_rate": 2e-3, "batch_size": 8, "gradient_accumulation_steps": 1,
@@ -389,7 +390,6 @@ def train(config: Config) -> dict:
     run.begin()  # model and data have loaded: what is written from here on is this run's
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
-        from schooling import teach_tiny  # a real model needs none
         base = teach_tiny(config, run, bool(tasks))
         model, tokenizer = load_model(base, **options_for(load_model, config))
     if tasks:  # no pairs were given: play them

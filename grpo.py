@@ -36,6 +36,7 @@ from agent import evaluate, rollout, rollout_options
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import score, token_logprobs
 from lora import freeze_reference, merged_to_train, reference
+from schooling import teach_tiny
 
 
 # ------------------------------------------------------------------------------------- advantages
@@ -354,12 +355,7 @@ def train(config: Config) -> dict:
     run = Run(config, "grpo")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
-    rollout_options(config, run)  # refuses what flags cannot mean before anything takes time
-    model_path = config.model_path
-    if model_path == "tiny":
-        from schooling import teach_tiny  # a real model needs none
-        model_path = teach_tiny(config, run)
-    model, tokenizer = load_model(model_path, **options_for(load_model, config))
+    model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
     start_policy = freeze_reference(model) if config.kl_coef else None  # before a checkpoint loads
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run, model))

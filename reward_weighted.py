@@ -43,6 +43,7 @@ from episodes import read_trajectories
 from core.model import adamw, is_tiny, scheduled
 from core.logprobs import token_logprobs
 from lora import merged_to_train
+from schooling import teach_tiny
 
 # What the tiny model needs in place of the defaults. It is so small that larger forward passes
 # fit, which are faster.
@@ -350,7 +351,6 @@ def train(config: Config) -> dict:
     held_out = drop_seen(held_out, tasks_of(data))
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
-        from schooling import teach_tiny  # a real model needs none
         base = teach_tiny(config, run, bool(tasks))
         model, tokenizer = load_model(base, **options_for(load_model, config))
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,

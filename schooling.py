@@ -86,16 +86,18 @@ def play_expert(config, tokenizer, split: str, n: int, noise: float, limits: Lim
 
 # ---------------------------------------------------------------------------------- the tiny model
 def teach_tiny(config, run, plays=True) -> str:
-    """Make the tiny model, teach it the tool format by a short SFT, and return its folder.
+    """Return where the run's model is. The tiny one is made and taught the tool format there.
 
-    That is base/ in the output folder, which the run's adapters name as their base model. Every
-    rank calls this function. The first one teaches, and the others wait.
+    Its folder is base/ in the output folder, which the run's adapters name as their base model.
+    Every rank calls this function. The first one teaches, and the others wait.
 
     Args:
         config, run: of the algorithm that starts from the model.
         plays: False if the algorithm only evaluates on its tasks. They are then not taught.
     """
     rollout_options(config, run)  # refuses what flags cannot mean before anything takes time
+    if config.model_path != "tiny":
+        return config.model_path
     disable_progress_bar()
     run.begin()
     base = run.folder / "base"

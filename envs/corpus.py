@@ -86,13 +86,3 @@ def read_corpus(path: str) -> Corpus:
         raise UserError(f'{path}: no documents; give a folder of .txt or .md files, or a .jsonl '
                         'file of rows {"title", "text"}')
     return Corpus(documents)
-
-
-def beginning(text: str, limit: int) -> str:
-    """Return the beginning of a text as one line of at most `limit` characters.
-
-    It is cut at a space, but not in the first half: Chinese, Thai and paths have none.
-    """
-    text = " ".join(text.split())
-    head = text[:limit - 5]
-    return text if len(text) <= limit else head[:head.rfind(" ", limit // 2)] + " [...]"

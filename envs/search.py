@@ -27,7 +27,8 @@ from typing import Literal
 from core.config import UserError
 from core.data import split_of
 from envs.answers import alternatives, normalized
-from envs.corpus import Corpus, beginning, files_of, read_corpus
+from envs.corpus import Corpus, files_of, read_corpus
+from envs.transcripts import beginning
 
 CONTENT = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Relation, what has it, the kind of its value, a sentence that states it.

@@ -1,4 +1,4 @@
-"""An episode as lines for people to read."""
+"""An episode as lines for people to read, and texts that are cut to one line."""
 import json
 
 from core.config import printable
@@ -31,3 +31,13 @@ def transcript(episode: dict) -> str:
     end = (f"[{episode.get('stop_reason')}; success {episode['info'].get('success')}; "
            f"reward {episode['reward']:.2f}]")
     return "\n".join([*message_lines(episode["messages"]), printable(end)])
+
+
+def beginning(text: str, limit: int) -> str:
+    """Return the beginning of a text as one line of at most `limit` characters.
+
+    It is cut at a space, but not in the first half: Chinese, Thai and paths have none.
+    """
+    text = " ".join(text.split())
+    head = text[:limit - 5]
+    return text if len(text) <= limit else head[:head.rfind(" ", limit // 2)] + " [...]"

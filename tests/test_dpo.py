@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 import dpo
-import schooling
 from extras.data.demonstrations import Encoder
 from extras.data import pairs as pairs_of_files
 from envs.tasks import load_tasks
@@ -241,7 +240,7 @@ def test_held_out_tasks_are_none_that_the_pairs_are_of(start, tiny, tmp_path, mo
 
 def test_a_bad_row_is_refused_before_the_tiny_model_is_taught(tmp_path, monkeypatch):
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"chosen": "b"}\n')
-    monkeypatch.setattr(schooling, "teach_tiny", lambda *_: pytest.fail("taught before the file was read"))
+    monkeypatch.setattr(dpo, "teach_tiny", lambda *_: pytest.fail("taught before the file was read"))
     with pytest.raises(UserError, match="pairs.jsonl:2: "):
         dpo.train(dpo.Config(dataset=str(tmp_path / "pairs.jsonl"), output_dir=str(tmp_path / "o")))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from core.config import UserError, reading
 from core.data import lines_of, read_json, without_surrogates
 from core.run import EPISODES, algorithm_of, headline, write_whole
-from envs.corpus import beginning
+from envs.transcripts import beginning
 from envs.task_files import config_of
 from envs.transcripts import transcript
 from extras.show.curves import curves, number

@@ -16,7 +16,6 @@ from test_resume import place  # noqa: F401  (a fixture)
 import dpo
 import grpo
 import reward_weighted
-import schooling
 import sft
 from envs.task_files import read_rows as rows_of
 from core.config import UserError
@@ -228,7 +227,7 @@ def test_control_tokens_are_text_and_rows_too_long_are_dropped_and_both_are_coun
 def test_rows_are_checked_before_the_tiny_model_is_taught(told, tmp_path, monkeypatch, module, name, rows, says):
     def taught(*_):
         raise AssertionError("minutes of teaching before the rows were looked at")
-    monkeypatch.setattr(schooling, "teach_tiny", taught)
+    monkeypatch.setattr(module, "teach_tiny", taught)
     data = tmp_path / "rows.jsonl"
     data.write_text(lines(*rows))
     assert told(module, name, data, "--env", "equations", "--output_dir", tmp_path / "out").startswith(f"{data}{says}")

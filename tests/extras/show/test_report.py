@@ -12,7 +12,7 @@ import pytest
 from extras.show import report as view
 from extras.show.curves import chart, number
 from core.config import UserError
-from envs.corpus import beginning
+from envs.transcripts import beginning
 from bench.comparison import difference
 from extras.show.report import MAX_EPISODES, token_texts, wilson
 
