@@ -178,7 +178,9 @@ def token_weights(weights, loss_mask):
     n_turns = (turn_index(loss_mask).max(1).values + 1).tolist()
     per_turn = []  # B of (turns,)
     for numbers, n in zip(weights, n_turns):
-        per_turn.append(torch.tensor(numbers).expand(n))
+        if len(numbers) == 1:
+            numbers = numbers * n
+        per_turn.append(torch.tensor(numbers))
     return per_token(per_turn, loss_mask)
 
 
