@@ -413,7 +413,6 @@ def test_options_are_what_every_program_plays_with(tmp_path, capsys):
     import grpo
     import sft
     import agent_program
-    from extras.serve import chat
     shelf = "from core.config import UserError\n" + inspect.getsource(take) + inspect.getsource(Shelf).replace('return self.options["books"]', 'return f"Take {self.options}."')
     (tmp_path / "my.py").write_text(shelf + """
     def _expert(self):

@@ -11,9 +11,7 @@ import envs
 import grpo
 import reward_weighted
 import sft
-import agent
 import agent_program
-from extras.serve import chat as talk
 from episodes import read_trajectories
 from layers import Run
 from core.tiny import make_tiny

@@ -13,7 +13,6 @@ import pytest
 from test_resume import place  # noqa: F401  (a fixture)
 
 import dpo
-import agent
 import agent_program
 import grpo
 import reward_weighted

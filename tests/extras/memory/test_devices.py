@@ -20,7 +20,6 @@ from core.engine import Row
 from layers import load_model
 from core.logprobs import token_logprobs
 from core.tiny import make_tiny
-from extras.serve import chat
 
 SMALL = {"memory": "small"}
 

@@ -12,7 +12,6 @@ import pytest
 
 import agent
 import grpo
-import envs
 from agent import Limits, Trajectory, rollout
 from layers import rewards_of
 from extras.rewards import functions as rewards

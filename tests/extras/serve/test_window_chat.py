@@ -14,7 +14,6 @@ from test_agent import MODEL, TOKENIZER, answers, chat_in, environments, run_fol
 
 import agent
 import agent_program
-import envs
 from agent import Limits, Trajectory
 from envs.equations import Equations
 from envs.gsm8k import GSM8K

@@ -22,7 +22,6 @@ from test_resume import config, place  # noqa: F401  (a fixture)
 import grpo
 import lora
 import reward_weighted
-from extras.background import in_thread
 from core.config import UserError
 from layers import load_model
 from core.logprobs import token_logprobs
