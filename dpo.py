@@ -317,7 +317,7 @@ def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Traj
 
 def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
     """Return group_size episodes of every task. A resumed run reads those that it has played."""
-    if run.checkpoint and run.checkpoint.name != "step_000000":  # from its beginning it plays again
+    if run.checkpoint:
         return read_trajectories(str(run.folder / "trajectories.jsonl"))
     played = without_faults(rollout(model, tokenizer, config.env, tasks, config.group_size,
                                     **rollout_options(config, run)))
@@ -387,7 +387,7 @@ def train(config: Config) -> dict:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
     pairs = given_pairs(config, model, tokenizer)
-    run.begin()  # model and data have loaded: what is written from here on is this run's
+    run.begin(["trajectories.jsonl"])  # model and data are loaded: now write
     # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         base = teach_tiny(config, run, bool(tasks))

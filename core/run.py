@@ -136,20 +136,25 @@ class Run:
             return None
         return next(reversed(checkpoints(self.folder)), None)
 
-    def begin(self):
-        """Take the output folder. `load` calls it; what writes there earlier calls it first."""
+    def begin(self, written_before=()):
+        """Take the output folder. `load` calls it; what writes there earlier calls it first.
+
+        `written_before` names logs that were whole before the first step. A checkpoint keeps them.
+        """
         if not self.has_begun:
             self.has_begun = True
-            self.ranks.first(self.take_folder)
+            self.ranks.first(lambda: self.take_folder(written_before))
 
-    def take_folder(self):
+    def take_folder(self, written_before):
         """Rename the run to overwrite, or go back to the checkpoint to resume from."""
         if self.config.overwrite and algorithm_of(self.folder):
             print(f"{self.folder}: the run that was there is now {set_aside(self.folder)}")
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "result.json").unlink(missing_ok=True)
+        step = int(self.checkpoint.name[5:]) if self.checkpoint else 0
         for name in LOGS:
-            cut_log(self.folder / name, int(self.checkpoint.name[5:]) if self.checkpoint else 0)
+            if not (self.checkpoint and name in written_before):
+                cut_log(self.folder / name, step)
         self.write_config()
 
     def write_config(self, switches=""):

@@ -84,13 +84,13 @@ class Run(core.run.Run):
             self.command = "the same call with resume=True"
         return ranks
 
-    def begin(self):
+    def begin(self, written_before=()):
         """Take the folder. From then on there is a command that continues the run."""
-        super().begin()
+        super().begin(written_before)
         self.signals.run = self.signals.run or self
 
-    def take_folder(self):
-        super().take_folder()
+    def take_folder(self, written_before):
+        super().take_folder(written_before)
         if not (self.folder / ".lock").exists():
             # It has been renamed with the run that is overwritten.
             self.lock = lock(self.folder)

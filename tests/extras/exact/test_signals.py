@@ -122,6 +122,22 @@ def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_afte
     assert_equal(a, b)
 
 
+def test_dpo_that_was_stopped_in_its_first_step_does_not_play_again(place, tmp_path, monkeypatch):  # noqa: F811
+    module, options = options_of("dpo, plays", place)
+    paid(monkeypatch, module)
+    again = config(module, place, tmp_path / "stopped", **options)
+    with monkeypatch.context() as patch:
+        at(patch, core_run, "mix", lambda number: number == 1, signal.SIGTERM)
+        with Signals(), pytest.raises(Stop):
+            module.train(again)
+    played = (tmp_path / "stopped" / "trajectories.jsonl").read_bytes()
+    assert [path.name for path in checkpoints(tmp_path / "stopped")] == ["step_000000"] and played
+    monkeypatch.setattr(module, "rollout", lambda *_, **__: pytest.fail("played again"))
+    again.resume = True
+    module.train(again)
+    assert (tmp_path / "stopped" / "trajectories.jsonl").read_bytes() == played
+
+
 def test_a_signal_outside_the_loop_leaves_at_once(place, tmp_path, monkeypatch):  # noqa: F811
     """While the tiny model is taught, too."""
     at(monkeypatch, schooling, "token_logprobs", lambda number: number == 2, signal.SIGTERM)
