@@ -188,7 +188,7 @@ def calibration(records):
         forecasts = list(filter(None, map(forecast, record.episodes)))
         if forecasts:
             scores.append([record.name, f"{len(forecasts)} of {len(record.episodes)}",
-                           number(brier(forecasts), ".3f"), number(calibration_error(forecasts), ".3f")])
+                           decimals(brier(forecasts)), decimals(calibration_error(forecasts))])
             column = {}
             for i, group in enumerate(bins(forecasts)):
                 column[f"{i / 10:.1f} to {i / 10 + 0.1:.1f}"] = bin_text(group)
@@ -300,10 +300,15 @@ def held_out(record, key):
     return (round(solved), int(played)) if abs(solved - round(solved)) < 1e-6 else None
 
 
+def decimals(value):
+    """Return a share as text with three decimals, None as "-"."""
+    return number(value) if value is None else f"{value:.3f}"
+
+
 def summary(record):
     """Return {column: text} of the figures that both reports show, "-" where there is none."""
     result, played = record.result, record.episodes
-    success = [number(result.get(key), ".3f") for key in ("success_before", "success_after")]
+    success = [decimals(result.get(key)) for key in ("success_before", "success_after")]
     calls = [e["info"]["tool_calls"] for e in played]
     errors = [e["info"]["tool_errors"] for e in played]
     stops = [e.get("stop_reason") for e in played]
@@ -315,9 +320,9 @@ def summary(record):
         "accuracy (95 %)": accuracy(record),
         "mean reward": number(mean(e["reward"] for e in played)),
         "calls per episode": number(mean(calls)),
-        "tool errors per call": number(sum(errors) / max(sum(calls), 1) if played else None, ".3f"),
-        "completion": number(mean(stop == "done" for stop in stops), ".3f"),
-        "truncated": number(mean(stop in CUT for stop in stops), ".3f"),
+        "tool errors per call": decimals(sum(errors) / max(sum(calls), 1) if played else None),
+        "completion": decimals(mean(stop == "done" for stop in stops)),
+        "truncated": decimals(mean(stop in CUT for stop in stops)),
         "seconds": number(result.get("seconds")),
         "peak MiB": number(result.get("peak_memory_mb"))}
 

@@ -66,6 +66,11 @@ def json_value(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def json_of(content) -> str:
+    """Return the JSON by which two contents are compared."""
+    return json.dumps(json_value(content), sort_keys=True)
+
+
 def to_json(value, indent=None):
     """Return the value as strict JSON, with a newline at the end."""
     return json.dumps(json_value(value), indent=indent, allow_nan=False) + "\n"

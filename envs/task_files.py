@@ -10,7 +10,7 @@ import envs
 from core.config import NO_BAR, UserError, fill, read_yaml, reading
 from core.data import lines_of, parse_object, shuffled, split_of
 from core.run import CONFIG, algorithm_of
-from envs.tasks import json_of
+from core.data import json_of
 
 needed = cache(envs.needed)  # a file may have a million rows
 

@@ -1,12 +1,11 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
-import json
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 
 import envs
 from core.config import UserError, auto, flag, reading
-from core.data import json_value, print_dropped, shuffled
+from core.data import json_of, print_dropped, shuffled
 
 needed = cache(envs.needed)  # a file may have a million rows
 
@@ -160,11 +159,6 @@ def unseen(held_out: list, training: list, content) -> list:
     new = [item for item in held_out if json_of(content(item)) not in seen]
     print_dropped(held_out, new, "held-out rows are also in the training data: dropped")
     return new
-
-
-def json_of(content) -> str:
-    """Return the JSON by which two contents are compared."""
-    return json.dumps(json_value(content), sort_keys=True)
 
 
 def tasks_of(episodes) -> list[dict]:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from core.config import UserError
-from core.run import CONFIG, EPISODES, LOGS, algorithm_of
+from core.run import CONFIG, LOGS, algorithm_of
 from extras.exact.files import paths_in, replace_lines
 
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger

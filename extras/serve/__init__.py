@@ -12,9 +12,6 @@ Another machine's run can have its episodes sampled here: `grpo.py --sampler htt
 settings of the run that wrote the model (settings.py), and a chat that shows turns as they come and
 keeps a conversation in its cache (chat.py).
 """
-from core.config import UserError
-
-LOCAL = ["127.0.0.1", "localhost"]  # what may be served without a token
 
 
 def terminal(config_class, command, agent):
@@ -22,19 +19,3 @@ def terminal(config_class, command, agent):
     # No other program reads it.
     from extras.serve.chat import extended
     return extended(config_class, agent)
-
-
-def serve(config, model, tokenizer, begin, make_engine):
-    """Answer requests until a signal ends the process.
-
-    Args:
-        config: of agent.py.
-        begin: called with the text of a task, it returns the `agent.Episode` that plays it.
-        make_engine: as in core/engine.py.
-    """
-    try:
-        # FastAPI is not installed everywhere.
-        from extras.serve.server import run
-    except ImportError as error:
-        raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
-    run(config, model, tokenizer, begin, make_engine)

@@ -25,7 +25,6 @@ from core.data import pass_at_k, summarise, to_json
 from core.engine import Row
 from core.run import set_aside
 from envs.tasks import tasks_for
-from extras.serve import serve
 from extras.serve.settings import check, settle
 from extras.stop import Stop
 from lora import merged
@@ -48,6 +47,22 @@ def extended(config_class, agent):
         token: str | None = flag(None, "with --serve: what clients must send as their API key")
 
     return Config, partial(run, agent)
+
+
+def serve(config, model, tokenizer, begin, make_engine):
+    """Answer requests until a signal ends the process.
+
+    Args:
+        config: of agent.py.
+        begin: called with the text of a task, it returns the `agent.Episode` that plays it.
+        make_engine: as in core/engine.py.
+    """
+    try:
+        # FastAPI is not installed everywhere.
+        from extras.serve.server import run as answer
+    except ImportError as error:
+        raise UserError(f'--serve needs "pip install -U fastapi uvicorn" ({error})') from None
+    answer(config, model, tokenizer, begin, make_engine)
 
 
 def run(agent, config):

@@ -29,8 +29,8 @@ from core.config import UserError, mix
 from core.tool_calls import parse_tool_calls
 from extras.background import promised
 from extras.data.recorded import recorded_ids, split_thought
-from extras.serve import LOCAL
 from extras.serve.player import Choice, Player
+from extras.serve.settings import LOCAL
 
 PAUSE = 0.03  # seconds between two chunks of a stream
 # What of an unfinished answer is not streamed yet: it may belong to a call.

@@ -8,8 +8,8 @@ from core.config import UserError, convert, fill, options, printable
 from core.model import DTYPES
 from core.run import CONFIG, algorithm_of
 from envs.task_files import config_of
-from extras.serve import LOCAL
 
+LOCAL = ["127.0.0.1", "localhost"]  # what may be served without a token
 # What is taken from the run, besides the dtype.
 TAKEN = ("env", "dataset", "eval_dataset", "env_options", "fields", "max_turns", "max_new_tokens",
          "max_tokens")

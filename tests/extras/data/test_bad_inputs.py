@@ -190,11 +190,10 @@ def test_options(told, tmp_path, monkeypatch, module, words, line):
     assert told(module, *words) == line and program_is_quick(told) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("folder, reason", [("file", "File exists"), ("link to nothing", "File exists"), ("file/x", "Not a directory"), ("x" * 256, "File name too long")])
+@pytest.mark.parametrize("folder, reason", [("file", "File exists"), ("file/x", "Not a directory"), ("x" * 256, "File name too long")])
 def test_output_folders(told, tmp_path, monkeypatch, folder, reason):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    (tmp_path / "link to nothing").symlink_to(tmp_path / "gone")
     for module in (sft, grpo, dpo, reward_weighted):
         assert told(module, "--output_dir", folder) == f"{tmp_path / folder}: cannot write there ({reason}); give another --output_dir" and program_is_quick(told)
 
