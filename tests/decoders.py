@@ -5,8 +5,6 @@ import torch
 
 from core.config import UserError
 from core.model import facts
-from extras.fast.loading import speed_up
-from extras.models.probe import probe
 from lora import add_lora
 
 # What makes a config small, by the names that configs use. Windows and chunks stay as large as they are: the probe narrows them.
@@ -76,6 +74,8 @@ for _verdict, _families in (
 
 def verdict(family: str) -> str:
     """Return "runs", "trains" (the engine refuses it), "refused" (at load) or "not made" (by `make`)."""
+    from extras.fast.loading import speed_up
+    from extras.models.probe import probe
     try:
         model = make(family)
         with torch.no_grad():

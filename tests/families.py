@@ -18,7 +18,9 @@ from transformers.utils import get_json_schema
 import layers  # noqa: F401  which reads the markup of these families where extras/models is there
 
 ROOT = Path(__file__).parent.parent
-dialects = pytest.mark.skipif(not (Path(__file__).resolve().parents[1] / "extras/models").is_dir(), reason="needs extras/models")
+EXTRAS = Path(__file__).resolve().parents[1] / "extras"
+dialects = pytest.mark.skipif(not (EXTRAS / "models").is_dir(), reason="needs extras/models")
+memory = pytest.mark.skipif(not (EXTRAS / "memory").is_dir(), reason="needs extras/memory")
 
 
 def look(query: str, limit: int = 3) -> str:

@@ -4,20 +4,12 @@ import torch
 from layers import load_model
 from core.logprobs import token_logprobs
 from extras.memory.techniques import Techniques
-from core.tiny import make_tiny
 from lora import adapters
 
 CHECKPOINT = Techniques(gradient_checkpointing=True)
 FOUR_BIT = Techniques(load_in_4bit=True, gradient_checkpointing=True)
 EVERYTHING = FOUR_BIT._replace(int8_head=True, mlp_tokens=24, offload_activations=True)
 IDS = torch.arange(3, 63).view(2, 30) * 7 % 700  # (B, T)
-
-
-def save_tiny(folder) -> str:
-    """Write the tiny model and its tokenizer into a folder."""
-    for saved in make_tiny():
-        saved.save_pretrained(folder)
-    return str(folder)
 
 
 def load(folder, memory="plain", **options):

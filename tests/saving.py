@@ -1,10 +1,11 @@
-"""Checkpoints of runs that train nothing."""
+"""Checkpoints of runs that train nothing, and the tiny model in a folder."""
 from pathlib import Path
 
 import torch
 
 import core.run
 from core.model import checkpoints, load_weights, save_model
+from core.tiny import make_tiny
 
 
 def newest_checkpoint(output_dir):
@@ -48,3 +49,10 @@ def save(run, step, *args, **options):
     run.step, run.saved = step, None  # the same step may be saved twice
     run.save()
     return run.folder / "checkpoints" / f"step_{step:06d}"
+
+
+def save_tiny(folder) -> str:
+    """Write the tiny model and its tokenizer into a folder."""
+    for saved in make_tiny():
+        saved.save_pretrained(folder)
+    return str(folder)

@@ -129,6 +129,18 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
 
 
+def test_the_tests_of_core_pass_without_layers(tmp_path):
+    """What a forker runs: `pytest tests/core` with extras/ deleted."""
+    copy_without("extras", tmp_path)
+    for name in ("tests", "bench"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results", "extras"))
+    for name in ("pyproject.toml", ".real"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    ended = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "tests/core"], cwd=tmp_path, env=environment(),
+                           capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+
+
 @pytest.mark.parametrize("folder", ["extras", *(f"extras/{name}" for name in LAYERS)])
 def test_a_layer_can_be_deleted(folder, taught, tmp_path):
     """The four programs, agent.py, --resume and lora.py merge run without it."""

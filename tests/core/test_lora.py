@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import decoders
+from families import memory
 import pytest
 import torch
 from lora_helpers import (
@@ -358,7 +359,7 @@ def test_a_router_called_gate_gets_no_adapter():
     assert isinstance(model.model.layers[2].mlp.router.gate, torch.nn.Linear)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=memory)])
 def test_policy_and_reference_are_equal_to_the_bit_before_the_first_update(tiny, tmp_path, dtype):
     """A run that continues from an adapter: both are merged, so KL is 0 at step 0."""
     save_model(randomise(load(tiny, lora_r=4), 0.02), tmp_path)

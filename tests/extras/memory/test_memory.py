@@ -3,7 +3,8 @@ import json
 
 import pytest
 import torch
-from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same, save_tiny
+from memory_helpers import CHECKPOINT, FOUR_BIT, IDS, gradients, load, same
+from saving import save_tiny
 
 import grpo
 from layers import LayerFlags, load_model

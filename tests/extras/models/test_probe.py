@@ -5,7 +5,8 @@ from functools import partial
 import decoders
 import pytest
 import torch
-from memory_helpers import EVERYTHING, save_tiny
+from memory_helpers import EVERYTHING
+from saving import save_tiny
 from test_models import save_text
 
 from core.config import UserError
