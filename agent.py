@@ -257,9 +257,11 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         tasks: the arguments of `reset`; where env_name is several, "env" says which.
         env_options: what `envs.options_of` returns.
         engine: what samples (core/engine.py), or a function of what `make_engine` takes.
-        agent: who plays an episode: a class with the arguments and public members of `Episode`.
+        agent: who plays an episode: a class with the arguments of `Episode` and its trajectory,
+            calling, next_ids, turn_budget, max_turns, can_take_turn, take_turn, take_results,
+            leave and spoil.
         pay: a function that sets the rewards of all these agents, after their episodes.
-        run: a `Run`. Its ranks share the tasks and get all episodes; a signal ends the rollout.
+        run: a `Run`. Its ranks share the tasks and get all episodes. `run.check` may end it.
     """
     began = time.monotonic()
     classes, chats = load_environments(tokenizer, env_name, model.generation_config, env_options)
@@ -267,7 +269,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
     share = run.ranks.share(len(tasks)) if run else range(len(tasks))
     agents, groups = {}, {}  # row -> who plays its episode; prompt -> the number of its group
     # Servers are told the policy; the engine of this process decodes with merged weights.
-    load_policy = getattr(engine, "load_policy", merged)
+    load_policy = merged if isinstance(engine, type) else getattr(engine, "load_policy", merged)
     with load_policy(model.eval()), sessions(limits, run) as new_session:
         for i, sample in product(share, range(group_size)):
             name = tasks[i].get("env", names)
@@ -302,7 +304,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
 
 def playable(trajectories: list[Trajectory], max_tokens: int, or_raise=True) -> list[Trajectory]:
-    """Return the episodes that could start, and print how many could not or met a fault."""
+    """Return the episodes that could start; print the others and faults, or raise if all are."""
     kept = [t for t in trajectories if t.stop_reason or len(t.token_ids) < max_tokens]
     if or_raise and trajectories and not kept:
         shortest = min(len(t.token_ids) for t in trajectories)
@@ -318,7 +320,7 @@ def playable(trajectories: list[Trajectory], max_tokens: int, or_raise=True) -> 
 
 
 def play_all(engine, agents: dict, limits: Limits, run=None):
-    """Play the episodes of the agents (row -> agent) to their ends. A signal to the run ends it."""
+    """Play the episodes of the agents (row -> agent) to their ends. `run.check` may end it."""
     with episode_bar(agents, limits, run) as show_progress:
         try:
             for _ in play_turns(engine, agents):
@@ -365,6 +367,7 @@ def next_turn(engine, row, player):
 
 def rollout_options(config, run=None, model=None) -> dict:
     """Return the arguments of `rollout` that a Config names. Raises UserError if it cannot play."""
+    # A fork changes one: **rollout_options(config, run) | {"agent": Mine, "engine": Slow}.
     if model and facts(model).refuses_engine and not config.sampler:
         raise UserError(facts(model).refuses_engine)
     return {"limits": envs.limits_of(config), "temperature": getattr(config, "temperature", 1.0),

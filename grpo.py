@@ -110,11 +110,13 @@ CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_cr
 def token_advantages(episodes, mask, credit="episode", **options):
     """Give every sampled token the advantage of its turn, and all others 0: (B, T).
 
-    mask: (B, T), a run of 1s is a turn. Raises ValueError unless each turn has one reward.
+    mask: (B, T), a run of 1s is a turn. Raises ValueError unless each turn has one value.
     """
     turns = [len(t.rewards) for t in episodes]
-    per_turn = CREDITS[credit](episodes, **options).split(turns)  # B of (turns,)
-    return per_token(per_turn, mask)
+    values = CREDITS[credit](episodes, **options)  # (turns of all episodes,)
+    if len(values) != sum(turns):
+        raise ValueError(f"credit {credit}: {len(values)} values for {sum(turns)} turns")
+    return per_token(values.split(turns), mask)
 
 
 # ------------------------------------------------------------------------------------ normalizers
@@ -186,8 +188,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
 
 
 # A surrogate takes log_ratio = log(policy / old), logprobs and advantages, all 0 where the mask is
-# 0, the mask, (B, T) each, and the clip range. It returns the tokens' losses (B, T) and what to log
-# of them, numbers or booleans (B, T). It sees a micro-batch; `train` has the whole step.
+# 0, the mask, (B, T) each, and the clip range. It returns the tokens' losses (B, T) and a dict to
+# log, of tensors that broadcast to (B, T). It sees a micro-batch; `train` has the whole step.
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
 
@@ -251,7 +253,7 @@ LOSSES = {
 }
 # Each paper's clip range and scale, by --loss and --credit. Not set: GRPO's KL (--kl_coef 0.04
 # --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99).
-# 16-bit rounding alone leaves the clip ranges of gspo and luspo, and so their ratio is corrected.
+# The clip ranges of gspo and luspo are so narrow that 16-bit rounding leaves them: correct it.
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
@@ -297,7 +299,7 @@ class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
 
 
 def settle(config):
-    """Fill in what the loss, the model and the environment decide."""
+    """Return the config with what the loss, the model and the environment decide filled in."""
     papers = [PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)]
     tiny = TINY if is_tiny(config.model_path) else {}
     # The first table that has a field wins, and what the user said wins over all.
@@ -337,7 +339,7 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
 
 
 def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, config, run):
-    """Return old_logprobs and ref_logprobs, (B, T) each; without a KL penalty None."""
+    """Return old_logprobs and ref_logprobs (B, T). Without a KL penalty the second is None."""
     old_logprobs, ref_logprobs = sampled_logprobs, None
     if config.importance_correction:
         with merged_to_train(model):

@@ -43,7 +43,7 @@ def need_expert(env_names: str):
 
 def demonstrate(tokenizer, env_name: str, tasks: list[dict],
                 limits: Limits = Limits(), env_options: dict | None = None) -> list[Trajectory]:
-    """Play the scripted experts. The episodes take the path of rollouts: the ids are the same."""
+    """Play the scripted experts. Their ids are those of a rollout that had sampled them."""
     need_expert(env_name)
     classes, chats = load_environments(tokenizer, env_name, None, env_options)
     trajectories = []
@@ -95,7 +95,7 @@ def teach_tiny(config, run, plays=True) -> str:
         config, run: of the algorithm that starts from the model.
         plays: False if the algorithm only evaluates on its tasks. They are then not taught.
     """
-    rollout_options(config, run)  # refuses what flags cannot mean before anything takes time
+    rollout_options(config, run)  # for its errors: flags are refused before anything takes time
     if config.model_path != "tiny":
         return config.model_path
     disable_progress_bar()

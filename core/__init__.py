@@ -1,4 +1,4 @@
-"""What a plain run needs, and nothing else. Importing it checks the installation, before torch."""
+"""What every program imports, without any layer. Importing it checks the installation first."""
 import os
 import sys
 from contextlib import suppress

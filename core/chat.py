@@ -275,7 +275,7 @@ class Template:
         self._cached_ids = lru_cache(256)(self._render_ids)
 
     def clean(self, value):
-        """Return a copy of a message's field or a tool's schema that spells no control token.
+        """Return a copy of a message's field, or of a tool, with control tokens marked as text.
 
         Lone surrogates, which no tokenizer encodes, become question marks. Names of fields cannot
         be marked, because templates look them up: ValueError if one spells a control token.

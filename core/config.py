@@ -113,7 +113,8 @@ def reason(error, path) -> str:
 def flag(default, help="", /, **properties):
     """Declare a field of a Config. A class that declares it again states only what differs.
 
-    The properties are choices, aliases, and bounds of a number: low, high, and above (exclusive).
+    The properties are choices, aliases, optional (it may be None), and bounds of a number: low,
+    high, and above (exclusive).
     """
     if help:
         properties["help"] = help
@@ -241,7 +242,7 @@ class RunFlags:
 
 
 def named(value):
-    """Return the name by which a class or function is found again, with commas those of a list."""
+    """Return "module:name" of a class or function, text as it is, and those of a list joined."""
     if isinstance(value, list):
         return ",".join(map(named, value))
     name = getattr(value, "__qualname__", value)  # an instance that is called has none
@@ -334,9 +335,9 @@ def nearest(name, known, prefix="", otherwise="--help lists them"):
 def main(config_class, train, doc, parse=parse):
     """Run `train` with the config of the command line.
 
-    What ends it is printed in one line. The exit status is 0, 1 (an error of ours or a library), 2
-    (what the user can fix), 3 (three updates in a row not finite), 4 (the disk is full), 5 (another
-    rank is gone), 6 (the environment is broken), or 128 + the number of a signal.
+    A Printable is printed in one line. The exit status is 0, 1 (any other exception), 2 (what the
+    user can fix) or 6 (the environment is broken). Layers add 3 (three updates in a row not
+    finite), 4 (the disk is full), 5 (another rank is gone) and 128 + the number of a signal.
     """
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
@@ -362,5 +363,5 @@ def shown(error, rank=""):
 
 
 def terminal(config_class, command, module):
-    """Return the Config and the command of a program to talk to: extras/serve has another chat."""
+    """Return the Config and the command of agent.py. extras/serve makes others of its module."""
     return config_class, command

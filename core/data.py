@@ -203,7 +203,7 @@ def unusable(episodes: list) -> str | None:
 
 
 def summarise(trajectories: list) -> dict:
-    """Return shares from 0 to 1, and rewards and counts as means per episode."""
+    """Return the number of episodes, shares from 0 to 1, rewards and counts as their means."""
     def mean(values):
         values = list(values)
         return sum(values) / len(values)
@@ -280,7 +280,8 @@ def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
 def pass_order(trajectories: list, batch_size: int) -> list:
     """Return the episodes in the order of forward passes: groups, whose prompt is forwarded once.
 
-    The longest come first, so that what does not fit in memory fails at once.
+    The longest come first, so that what does not fit in memory fails at once. extras/fast has
+    another order, which needs the batch size.
     """
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
     groups = members([t.group_id for t in by_length])

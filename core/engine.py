@@ -3,9 +3,11 @@
     engine = make_engine(model, tokens=512, slots=64, stop_ids={2})
     engine.add([Row(prompt, group=0, seed=s) for s in range(8)])  # the group's prompt runs once
     while engine.busy:
-        for row in engine.step():                    # rows whose turn ended; row.turn, row.logprobs
-            engine.extend(row, tool_result_ids, 64)  # either: it continues in the same cache
-            engine.release(row)                      # or: it leaves, and another takes its slot
+        for row in engine.step():                        # whose turn ended; row.turn, row.logprobs
+            if continues(row):
+                engine.extend(row, tool_result_ids, 64)  # in the same cache
+            else:
+                engine.release(row)                      # another row takes its slot
 """
 import math
 from collections import defaultdict
@@ -27,8 +29,8 @@ class EngineProtocol(Protocol):
     """What `rollout(engine=...)` takes: the engine below, or one that asks a server.
 
     The caller makes each Row and then reads its `turn` and `logprobs`. It calls `step` while `busy`
-    is True; `clock` decides when tool results are due. An engine may have load_policy(model), a
-    context in which it samples this policy.
+    is True; `clock` decides when tool results are due. An engine that is made already may have
+    load_policy(model), a context in which it samples this policy.
     """
     busy: bool
     clock: int
@@ -130,7 +132,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Run what is due and a decode step of all others. Return the rows whose turn ended."""
+        """Run the prompts and results that are due, then decode a token of every row.
+
+        So a row that enters or continues gets two tokens. Returns the rows whose turn ended.
+        """
         self.clock += 1
         self.ended = []
         self.admit()
@@ -238,14 +243,14 @@ class Engine:
 
 
 def make_engine(model, *, tokens: int, kind=Engine, top_k=0, top_p=1.0, **options) -> Engine:
-    """Return an engine of this kind for rows of at most `tokens` tokens, with Engine's options."""
+    """Return an engine of this kind, with Engine's options. This cache grows, whatever `tokens`."""
     if top_k or top_p < 1:
         raise UserError("top_k and top_p: this engine samples from the whole distribution")
     return kind(model, **options)
 
 
 def sampler_of(config, run=None):
-    """Return the engine that --sampler names, or None for that of `make_engine`."""
+    """Return None: this process samples. extras/vllm returns the engine that --sampler names."""
     if getattr(config, "sampler", None) or getattr(config, "rollout_ahead", 0):
         raise UserError("--sampler and --rollout_ahead need extras/vllm")
 

@@ -3,7 +3,7 @@
     token_logprobs    the function that algorithms call, and the only place that shifts tokens
     score             token_logprobs of a whole step, without gradient
     sample            draw a token per row, with its log-probability
-    dithered          what 16 bits would lose of small updates
+    dithered          round merged weights to 16 bits without losing small updates
 
 The output head runs on chunks of tokens. A layer may put its own `head_logprobs` into the model's
 facts: extras/fast one that computes no logits twice, extras/memory that of a head in int8.
@@ -39,9 +39,10 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     With return_hidden also hidden (B, T, D), of the same kind: column t holds what token t is
     predicted from. The state after the last token needs one more column, with mask 1.
     """
-    used = used_columns(loss_mask)  # what follows them changes nothing before it
-    # (N, D), (B, used)
-    hidden, index = hidden_states(model, token_ids[:, :used], loss_mask[:, :used])
+    # Attention is causal: columns after the last trained token change none before it.
+    used = used_columns(loss_mask)
+    hidden, index = hidden_states(
+        model, token_ids[:, :used], loss_mask[:, :used])  # (N, D), (B, used)
     predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
     # Mamba's layers add up in float32.
     dtype = model.get_output_embeddings().weight.dtype

@@ -40,7 +40,7 @@ class Facts:
 
     source: str = ""  # the base model's folder, its hub id, or "tiny"
     seed: int = 0  # of the tiny model's random weights
-    kind: type | None = None  # the class of its adapters, None for lora.Adapter
+    kind: type | None = None  # the class of its adapters, None if `load_model` made none
     shares_prefix: bool = False  # rows that begin alike may go through as one packed row
     refuses_engine: str = ""  # why the engine cannot decode this model, "" if it can
     decode_rows: int = 128  # episodes that decode at once

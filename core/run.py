@@ -84,7 +84,8 @@ class Run:
         planned: the steps planned when the run began, the length of the learning rate's schedule.
         line: the metrics of the present step.
         before, after: what an evaluation returned before the first step and after the last.
-        played, kept, rollout_seconds, rollout_tokens: `agent.rollout` adds to them.
+        played, rollout_seconds, rollout_tokens: `agent.rollout` adds to them.
+        kept: what a layer keeps from one rollout to the next.
         listeners: called with (step, metrics, timing) after each step.
         endings: called with the folder when the run has finished.
     """
@@ -108,7 +109,7 @@ class Run:
         self.start_clock()
         self.checkpoint = self.ranks.first(self.find_checkpoint)
 
-    # ------------------------------------------------------------- what optional layers override
+    # -------------------------------------------------------------------- what does nothing here
     def processes(self) -> OneProcess:
         """Return the processes that share the work."""
         if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -168,9 +169,13 @@ class Run:
 
     # ---------------------------------------------------------------------------------- the loop
     def load(self, model, tokenizer, optimizer, total: int) -> int:
-        """Return the first step to do of the total: 0, or that after the checkpoint to resume."""
+        """Return the first step to do of the total: 0, or that after the checkpoint to resume.
+
+        The optimizer is a torch.optim.Optimizer: its state and its groups' numbers are saved.
+        """
         self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
-        self.total = self.planned = self.config.max_steps = total
+        self.total = self.planned = total
+        self.config.max_steps = total  # config.yaml repeats the run with as many steps
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.begin()
@@ -210,7 +215,7 @@ class Run:
             yield rows
 
     def skip(self, episodes: list, reason: str):
-        """Say that a step or an update of these episodes is skipped, and why."""
+        """Print that a step or an update is skipped, and why. extras/exact keeps its episodes."""
         say(f"step {self.step + 1}: {printable(reason)}: skipped")
 
     def end_step(self, step: int):
@@ -235,7 +240,7 @@ class Run:
 
     def log_episodes(self, episodes):
         """Log the numbers of a step's episodes, and write the first LOGGED_EPISODES of them."""
-        # `errors` of these is 0: what was logged before is that of all that was played.
+        # `line` wins: its `errors` counts all that was played, and these episodes have none.
         self.line = summarise(episodes) | self.line
         self.write_episodes(episodes, LOGGED_EPISODES)
 
@@ -341,7 +346,7 @@ def algorithm_of(folder) -> str | None:
     path = Path(folder) / CONFIG
     with reading(path):
         header = path.read_bytes()[:100] if path.is_file() else b""
-    match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", header)
+    match = re.match(rb"# (.+?) run(?: with --unsafe_code)?;", header)  # older runs say so there
     return match and match[1].decode()
 
 

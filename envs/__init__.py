@@ -59,10 +59,10 @@ COLUMN = "column:"  # "column:env" of a task is what `reset` gets as env
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of an episode, which ends with the name of the one it meets as its stop_reason.
+    """Budgets of an episode. One that it meets ends it, with this budget's name as stop_reason.
 
-    The first three are flags. An environment's `limits` may state all but max_turns. What it leaves
-    out has the default below.
+    The last two end no episode. The first three are flags. An environment's `limits` may state all
+    but max_turns. What it leaves out has the default below.
     """
 
     max_turns: int | None = None  # assistant turns; None: what the environment states, or 8

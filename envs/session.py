@@ -15,12 +15,12 @@ from envs.calls import awaited, call_tool, is_done, message_of
 
 @contextmanager
 def sessions(limits, run=None):
-    """Yield the function make(name, cls, task) that makes the sessions of a rollout."""
+    """Yield make(name, cls, task), which makes a session. extras/isolate needs limits and run."""
     yield Session
 
 
 class EpisodeFault(EnvironmentFault):
-    """A fault of the environment that ends one episode. Others end the rollout."""
+    """A fault of the environment that ends one episode. Other faults end the rollout."""
 
 
 def asks(method):
@@ -125,7 +125,7 @@ class Session:
         return f"environment {self.name}: {member} on task {str(self.task)[:200]}"
 
     def _ask(self, method, *arguments):
-        """Return what a method below returns. What the environment raises is an EpisodeFault."""
+        """Call a method of Session. What the environment raises becomes an EpisodeFault."""
         try:
             return method(self, *arguments)
         except (Exception, SystemExit) as error:

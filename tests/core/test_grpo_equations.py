@@ -576,6 +576,12 @@ def test_episode_credit_by_hand():
         token_advantages(episodes_of([[1.0], [2.0]], [7, 7]), MASKS[:2])
 
 
+def test_a_credit_of_another_length_is_named(monkeypatch):
+    monkeypatch.setitem(grpo.CREDITS, "whole", lambda episodes, **_: torch.zeros(len(episodes)))
+    with pytest.raises(ValueError, match="credit whole: 2 values for 3 turns"):
+        token_advantages(episodes_of([[0, 1], [2]], [7, 7]), MASKS[:2], "whole")
+
+
 def test_process_credit_by_hand():
     """arXiv 2402.03300 section 4.1.3: R = {0, 1, 2}, mean 1, unbiased std 1; normalized (eps aside) -1, 0 | 1."""
     a = token_advantages(episodes_of([[0.0, 1.0], [2.0], [0.5, 0.5, 0.5], [0.5]], [7, 7, 8, 8]), MASKS, "process")
