@@ -208,15 +208,18 @@ def is_adapted(module) -> bool:
     return isinstance(getattr(module, "lora", None), Adapter)
 
 
-def adapters(model) -> dict:
+def adapted_linears(model) -> dict:
     """Return {module name: Linear} of the adapted Linears."""
     return {name: module for name, module in model.named_modules() if is_adapted(module)}
 
 
 def adapter_tensors(model) -> dict:
     """Return {name in PEFT's files: parameter} of what an adapter's file holds."""
-    return {f"base_model.model.{name}.{leaf}": tensor for name, linear in adapters(model).items()
-            for leaf, tensor in linear.lora.tensors().items()}
+    tensors = {}
+    for name, linear in adapted_linears(model).items():
+        for leaf, tensor in linear.lora.tensors().items():
+            tensors[f"base_model.model.{name}.{leaf}"] = tensor
+    return tensors
 
 
 def whole_policy(module) -> bool:
@@ -234,7 +237,7 @@ def merged(model, to_train: bool = False):
     the optimizer steps. An adapter that is not mergeable stays beside its weight. With to_train so
     does one with dropout, because a merged one has none.
     """
-    linears = [linear for linear in adapters(model).values() if not whole_policy(linear)]
+    linears = [linear for linear in adapted_linears(model).values() if not whole_policy(linear)]
     if to_train:
         linears = [linear for linear in linears if not linear.lora.dropout]
     try:
@@ -253,7 +256,7 @@ def merged_to_train(model):
 
 def merge_adapter(model):
     """Add the adapter into the weights for good. The model is then a plain one."""
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         if not linear.lora.mergeable:
             raise UserError("weights that layers share hold no adapter; --lora_r keeps it beside")
         linear.lora.merge(linear)
@@ -286,7 +289,7 @@ def reference(model, frozen: dict | None):
 
 def swap_reference(model, frozen):
     """Exchange what trains with its copy, or switch the adapter off; a second call undoes it."""
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         if linear.lora.mode not in ("beside", "off"):
             raise RuntimeError("leave the block of lora.merged before entering lora.reference")
         if frozen is None:

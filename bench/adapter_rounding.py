@@ -51,7 +51,7 @@ def our_loss(model, ids):
 def relative_update(model) -> float:
     """Return the size of the adapter: |scale B A| / |W|, over all adapted weights."""
     updates = weights = 0.0
-    for linear in lora.adapters(model).values():
+    for linear in lora.adapted_linears(model).values():
         weight = linear.lora.frozen_weight(linear).float()
         updates += float((linear.lora.effective_weight(weight) - weight).square().sum())
         weights += float(weight.square().sum())

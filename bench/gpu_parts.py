@@ -191,11 +191,11 @@ def compare_with_cpu(args, folder: str, options: dict) -> dict:
 
     from bench.completions import generate
     from layers import load_model, make_engine
-    from lora import adapters, merged
+    from lora import adapted_linears, merged
     reference, _ = load_model(folder, lora_r=16, device="cpu", **{**options, "dtype": "float32"})
     model, _ = load_model(folder, lora_r=16, **options)
     generator = torch.Generator().manual_seed(1)
-    for ours, theirs in zip(adapters(model).values(), adapters(reference).values(), strict=True):
+    for ours, theirs in zip(adapted_linears(model).values(), adapted_linears(reference).values(), strict=True):
         theirs.lora.B.data.copy_(0.02 * torch.randn(theirs.lora.B.shape, generator=generator))
         for x in "AB":
             getattr(ours.lora, x).data.copy_(getattr(theirs.lora, x).data)
@@ -276,12 +276,12 @@ def trainer_numbers(model, ids, mask):
     import torch
 
     from core.logprobs import token_logprobs
-    from lora import adapters, merged_to_train
+    from lora import adapted_linears, merged_to_train
     with merged_to_train(model):
         logprobs, _ = token_logprobs(model.train(), ids.to(model.device), mask.to(model.device))
         weights = torch.arange(logprobs.numel(), device=logprobs.device).view(logprobs.shape).cos()
         (logprobs * weights).sum().backward()
-    gradients = [getattr(linear.lora, x).grad.double().cpu().flatten() for linear in adapters(model).values()
+    gradients = [getattr(linear.lora, x).grad.double().cpu().flatten() for linear in adapted_linears(model).values()
                  for x in "AB"]
     return logprobs.detach().float().cpu(), torch.cat(gradients)
 

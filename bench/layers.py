@@ -34,11 +34,11 @@ def measure(args, off) -> dict:
     from extras.fast.processor import USED
     from extras.memory.techniques import PLAIN
     from layers import load_model
-    from lora import adapters, merged
+    from lora import adapted_linears, merged
     USED.difference_update(off)
     model, tokenizer = load_model(args.model_path, lora_r=16, dtype=args.dtype, device="cpu",
                                   memory=PLAIN._replace(recompute_pointwise="pointwise" not in off))
-    for i, linear in enumerate(adapters(model).values()):
+    for i, linear in enumerate(adapted_linears(model).values()):
         torch.nn.init.normal_(linear.lora.B, std=0.01, generator=torch.Generator().manual_seed(i))
     tasks = load_tasks("equations", "train", args.tasks, 0)
     seconds = {"rollout": 0.0, "update": 0.0}

@@ -207,12 +207,12 @@ def gradient(base, seed) -> dict:
     import torch
 
     from bench.vs_trl import compare_gradients, write_gradients
-    from lora import adapter_tensors, adapters
+    from lora import adapter_tensors, adapted_linears
     from layers import load_model
     model, tokenizer = load_model(base, lora_r=LORA_R, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     # With B = 0 every gradient of A is 0, and so is the KL.
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data.copy_(0.07 * torch.randn(linear.lora.B.shape, generator=generator))
     with tempfile.TemporaryDirectory() as folder:
         episodes, loss = our_gradient(model, tokenizer, our_config(base, folder, seed, 1))

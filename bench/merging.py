@@ -33,7 +33,7 @@ def to_nearest(total, dtype, noise=None):
 def kept_by_merging(model) -> float:
     """Return <merged - W, update> / <update, update> over some Linears: 1.0 if nothing is lost."""
     kept = whole = 0.0
-    linears = [linear for linear in lora.adapters(model).values() if linear.lora.mergeable]
+    linears = [linear for linear in lora.adapted_linears(model).values() if linear.lora.mergeable]
     with lora.merged(model):
         for linear in linears[::max(1, len(linears) // 4)]:
             base = linear.lora.frozen_weight(linear)

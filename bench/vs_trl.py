@@ -129,7 +129,7 @@ def ours(args) -> dict:
     from core.model import save_model
     from extras.fast.processor import fast_float32
     from layers import load_model
-    from lora import adapter_tensors, adapters
+    from lora import adapter_tensors, adapted_linears
     fast_float32()
     model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA,
                                   gradient_checkpointing=args.gradient_checkpointing,
@@ -138,7 +138,7 @@ def ours(args) -> dict:
                for c in conversations(args.prompts)]
     if args.gradients_to:
         folder, generator = Path(args.gradients_to), torch.Generator().manual_seed(1)
-        for linear in adapters(model).values():  # with B = 0 every gradient of A is 0: nothing to compare
+        for linear in adapted_linears(model).values():  # with B = 0 every gradient of A is 0: nothing to compare
             linear.lora.B.data.copy_(0.02 * torch.randn(linear.lora.B.shape, generator=generator))
         save_model(model, str(folder / "adapter"))
         _, completions = our_step(model, tokenizer, None, prompts, 0, args)

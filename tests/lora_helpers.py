@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import lora
 from layers import load_model
 from core.logprobs import token_logprobs
-from lora import adapters
+from lora import adapted_linears
 
 SMOLLM2 = Path(lora.__file__).parent / ".real" / "smollm2"
 IDS = torch.arange(3, 63).view(2, 30) * 7 % 700  # (B, T)
@@ -21,7 +21,7 @@ def load(path, **options):
 def randomise(model, scale=0.3):
     """An adapter that changes something: B is zero when fresh."""
     generator = torch.Generator().manual_seed(1)
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data = torch.randn(linear.lora.B.shape, generator=generator) * scale
     return model
 

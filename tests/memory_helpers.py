@@ -4,7 +4,7 @@ import torch
 from layers import load_model
 from core.logprobs import token_logprobs
 from extras.memory.techniques import Techniques
-from lora import adapters
+from lora import adapted_linears
 
 CHECKPOINT = Techniques(gradient_checkpointing=True)
 FOUR_BIT = Techniques(load_in_4bit=True, gradient_checkpointing=True)
@@ -16,7 +16,7 @@ def load(folder, memory="plain", **options):
     """Load a model with an adapter that changes something: a fresh one has B = 0."""
     model = load_model(str(folder), device="cpu", memory=memory, **{"lora_r": 4, **options})[0]
     generator = torch.Generator().manual_seed(1)
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data = torch.randn(linear.lora.B.shape, generator=generator) * 0.1
     return model
 

@@ -47,7 +47,7 @@ from core.logprobs import token_logprobs
 from core.model import facts
 from extras.memory.adapter import Beside
 from core.tiny import make_tiny
-from lora import adapters, add_lora, merged
+from lora import adapted_linears, add_lora, merged
 
 ROOT = Path(agent.__file__).parent
 MODEL, TOKENIZER = make_tiny()
@@ -256,7 +256,7 @@ def test_multi_turn_episodes_in_refilled_slots(monkeypatch, slots, temperature, 
     if lora:
         model, _ = make_tiny()
         model.eval(), add_lora(model, 4, 8)
-        for i, linear in enumerate(adapters(model).values()):
+        for i, linear in enumerate(adapted_linears(model).values()):
             torch.nn.init.normal_(linear.lora.B, std=0.05, generator=torch.Generator().manual_seed(i))
     limits = Limits(max_new_tokens=60, max_tokens=600, max_turns=4)
     Script(monkeypatch, [LOUD[:i % 4] for i in range(16)], "equations")
@@ -277,7 +277,7 @@ def test_a_model_in_train_mode_samples_without_dropout():
     """Log-probabilities under dropout would be those of no policy; an adapter beside its weights has it while decoding."""
     model, _ = make_tiny()
     add_lora(model, 4, 8, dropout=0.5, kind=Beside)
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.3)
     found = rollout(model.train(), TOKENIZER, "equations", EQUATIONS, limits=Limits(max_new_tokens=20, max_tokens=600, max_turns=2))
     assert not model.training

@@ -24,7 +24,7 @@ from core.logprobs import token_logprobs
 from core.model import facts
 from extras.data.recorded import recorded_ids
 from core.tiny import make_tiny
-from lora import adapters, add_lora, merged
+from lora import adapted_linears, add_lora, merged
 
 ENV = f"{__file__}:Lookup"
 THOUGHT = "Hm, so."
@@ -146,7 +146,7 @@ def test_an_episode_has_the_ids_of_its_own_template_and_the_trainers_logprobs(ca
         num_key_value_heads=1, initializer_range=0.1, max_position_embeddings=4096)).eval()
     monkeypatch.setattr(facts(model), "decode_rows", max(1, len(tasks) - 1))  # fewer slots than episodes
     add_lora(model, r=4, alpha=8)
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.05)
     with merged(model):
         played = rollout(model, tokenizer, ENV, tasks, limits=agent.Limits(max_new_tokens=400, max_tokens=8000, max_tool_tokens=8000))

@@ -23,7 +23,7 @@ from core.model import is_tiny, newest
 from layers import load_model
 from merge import main, merge
 from core.tiny import make_tiny
-from lora import adapters
+from lora import adapted_linears
 
 
 def save_checkpoint(model, folder, step):
@@ -426,7 +426,7 @@ def test_an_interrupted_merge_leaves_nothing_and_can_be_repeated(tiny, tmp_path,
 def test_dropout_is_the_flag_s_whatever_the_adapter_was_trained_with(tiny, tmp_path, dropout):
     save_model(load(tiny, lora_r=4, lora_dropout=0.3), tmp_path)
     model = load(str(tmp_path), lora_r=4, lora_dropout=dropout)
-    assert {linear.lora.dropout for linear in adapters(model).values()} == {dropout}
+    assert {linear.lora.dropout for linear in adapted_linears(model).values()} == {dropout}
 
 
 # ------------------------------------------------------------------------------------------- an adapter's own settings

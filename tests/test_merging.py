@@ -15,7 +15,7 @@ from layers import load_model
 from core.model import save_model
 from core.logprobs import LOST_BITS, random_bits, token_logprobs
 from layers import make_engine
-from lora import adapters, merged
+from lora import adapted_linears, merged
 from extras.memory import rounding
 from merge import main
 
@@ -33,7 +33,7 @@ def tiny(dtype="bfloat16", scale=1e-4, **options):
     """A tiny model whose adapter's update is far below what its weights can hold."""
     model, _ = load_model("tiny", lora_r=4, dtype=dtype, device="cpu", **options)
     generator = torch.Generator().manual_seed(1)
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data = torch.randn(linear.lora.B.shape, generator=generator) * scale
     return model
 
@@ -174,7 +174,7 @@ def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype, s
     base, tokenizer = load_model("tiny", dtype="float32" if stored == "float32" else dtype, train=False, device="cpu")
     base.save_pretrained(tmp_path / "base"), tokenizer.save_pretrained(tmp_path / "base")
     model, _ = load_model(str(tmp_path / "base"), lora_r=4, dtype=dtype, device="cpu")
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data.normal_(std=1e-3)
     save_model(model, str(tmp_path / "adapter"))
     flags = ["--dtype", dtype] if stored == "float32" else []
@@ -186,7 +186,7 @@ def test_the_merged_folder_holds_the_weights_that_were_played(tmp_path, dtype, s
         theirs = plain(input_ids=ids).logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         ours = token_logprobs(model, ids, torch.ones_like(ids))[0][:, 1:]
         assert (ours - theirs).abs().mean() < (0.02 if dtype == "bfloat16" else 0.003)
-        for name, linear in adapters(model).items():
+        for name, linear in adapted_linears(model).items():
             assert torch.equal(plain.get_submodule(name).weight, linear.weight), name
             assert not torch.equal(linear.weight, linear.lora.frozen_weight(linear))
 

@@ -4,7 +4,7 @@ from torch.nn import functional as F
 
 from core.logprobs import LOST_BITS, dithered, random_bits
 from core.model import facts
-from lora import Adapter, adapters
+from lora import Adapter, adapted_linears
 
 GRADIENT_SCALE = 2.0**12  # with it float16 gradients stay above 6e-8
 
@@ -54,7 +54,7 @@ def scale_gradients(model):
     is not finite, and is skipped.
     """
     facts(model).scale_gradient = enlarge
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         for p in linear.lora.parameters():
             p.register_hook(lambda grad: grad / GRADIENT_SCALE)
 

@@ -23,7 +23,7 @@ from core.logprobs import token_logprobs
 from core.model import facts, settings
 from extras.presence import has
 from extras.models import cache_of
-from lora import adapter_tensors, adapters
+from lora import adapter_tensors, adapted_linears
 
 TOKENS = 17  # of each of the probe's two rows
 SHARED = 4  # tokens with which both rows begin, enough for `shared_prefix`
@@ -176,7 +176,7 @@ def drop_adapters(model, ids, name: str):
     with register_module_forward_pre_hook(enter), register_module_forward_hook(leave), reading:
         stock_logits(model, ids, name)
     model.eval()
-    linears = adapters(model)
+    linears = adapted_linears(model)
     # The last two parts of a name are enough for --lora_target_modules.
     end_of = {path: ".".join(path.split(".")[-2:]) for path in linears}
     dropped = {end_of[path] for path, linear in linears.items() if linear in read_past}

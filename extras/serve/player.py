@@ -13,7 +13,7 @@ from functools import partial
 from core.engine import Engine, Row
 from core.data import members
 from core.model import read_settings
-from lora import adapt, adapters, merged
+from lora import adapt, adapted_linears, merged
 
 SLOTS = 64  # rows that decode at once
 SAMPLING = {"temperature", "top_k", "top_p"}  # in which rows of one batch may differ
@@ -143,7 +143,7 @@ class Player:
     def exchange(self, adapter):
         """Give the model an adapter, {Linear: (lora, forward)}. Return the one that it had."""
         before = {}
-        for linear in adapters(self.model).values():
+        for linear in adapted_linears(self.model).values():
             before[linear] = linear.lora, linear.forward
             del linear.lora, linear.forward
         for linear, kept in adapter.items():

@@ -7,7 +7,7 @@ import lora
 from layers import load_model
 from core.model import save_model
 from core.logprobs import token_logprobs
-from lora import adapters, add_lora, merged
+from lora import adapted_linears, add_lora, merged
 
 IDS = torch.arange(3, 63).view(2, 30) * 7 % 700  # (B, T)
 
@@ -60,7 +60,7 @@ def test_dora_is_one_subclass_of_25_lines():
 
 
 def test_merged_and_beside_have_the_same_numbers_and_gradients(model):
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data.normal_(std=0.1)
     results = []
     for way in (merged(model), torch.enable_grad()):
@@ -70,7 +70,7 @@ def test_merged_and_beside_have_the_same_numbers_and_gradients(model):
         results.append((loss.item(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
         model.zero_grad()
     (a, ours), (b, autograd) = results
-    assert a == pytest.approx(b, abs=1e-5) and len(ours) == 3 * len(adapters(model))
+    assert a == pytest.approx(b, abs=1e-5) and len(ours) == 3 * len(adapted_linears(model))
     for name in ours:
         assert (ours[name] - autograd[name]).norm() <= 1e-4 * autograd[name].norm(), name
 
@@ -101,7 +101,7 @@ def test_dora_learns_and_peft_loads_it_to_the_same_logits(model, tmp_path):
 
 
 def test_what_a_fork_has_trained_is_loaded_merged_and_trained_further(model, tmp_path):
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data.normal_(std=0.1)
         linear.lora.magnitude.data *= 1.1
     save_model(model, str(tmp_path / "dora"))
@@ -112,4 +112,4 @@ def test_what_a_fork_has_trained_is_loaded_merged_and_trained_further(model, tmp
             assert loss_of(loaded).item() == pytest.approx(expected, abs=1e-5)
     trained, _ = load_model(str(tmp_path / "dora"), lora_r=4, device="cpu", kind=DoRA)
     loss_of(trained).backward()
-    assert all(linear.lora.magnitude.grad is not None for linear in adapters(trained).values())
+    assert all(linear.lora.magnitude.grad is not None for linear in adapted_linears(trained).values())

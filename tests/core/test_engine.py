@@ -152,7 +152,7 @@ def test_with_lora_merged_or_as_a_hook(name):
     model = build(name)
     model.requires_grad_(False)
     lora.add_lora(model, 4, 8)
-    for linear in lora.adapters(model).values():
+    for linear in lora.adapted_linears(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.1)
     with merged(model):
         first, _ = play(model, schedule(1), slots=3)

@@ -29,15 +29,15 @@ from layers import load_model
 from core.model import save_model
 from core.logprobs import token_logprobs
 from core.model import facts
-from lora import adapters, add_lora, freeze_reference, merge_adapter, merged, merged_to_train, reference
+from lora import adapted_linears, add_lora, freeze_reference, merge_adapter, merged, merged_to_train, reference
 
 
 # ---------------------------------------------------------------------------------------------------------------- LoRA
 def test_only_a_and_b_require_grad_and_the_fresh_adapter_changes_nothing(tiny):
     model = load(tiny, lora_r=4)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == {f"{name}.lora.{part}" for name in adapters(model) for part in ("A", "B")}
-    assert {name.rsplit(".", 1)[-1] for name in adapters(model)} == ALL_LINEAR
+    assert trained == {f"{name}.lora.{part}" for name in adapted_linears(model) for part in ("A", "B")}
+    assert {name.rsplit(".", 1)[-1] for name in adapted_linears(model)} == ALL_LINEAR
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert torch.equal(logits_of(model), logits_of(load(tiny)))
     assert all(p.requires_grad for p in load(tiny).parameters())
@@ -46,12 +46,12 @@ def test_only_a_and_b_require_grad_and_the_fresh_adapter_changes_nothing(tiny):
 def test_a_is_drawn_like_pefts_and_from_the_seed(tiny):
     a, b, c = (load(tiny, lora_r=8, seed=s) for s in (0, 0, 1))
     generator = torch.Generator().manual_seed(0)
-    for name, linear in adapters(a).items():  # in the model's order
+    for name, linear in adapted_linears(a).items():  # in the model's order
         drawn = torch.rand(8, linear.in_features, generator=generator) * 2 - 1
         assert torch.equal(linear.lora.A, drawn * (1 / math.sqrt(linear.in_features)))
         A, bound = linear.lora.A, 1 / math.sqrt(linear.in_features)
         assert A.abs().max() <= bound and abs(A.std() - bound / math.sqrt(3)) < 0.05 * bound and not linear.lora.B.any()
-        assert torch.equal(A, adapters(b)[name].lora.A) and not torch.equal(A, adapters(c)[name].lora.A)
+        assert torch.equal(A, adapted_linears(b)[name].lora.A) and not torch.equal(A, adapted_linears(c)[name].lora.A)
 
 
 def test_a_forward_is_w_x_plus_scale_b_a_x(tiny):
@@ -72,7 +72,7 @@ def test_a_forward_is_w_x_plus_scale_b_a_x(tiny):
     ("model.layers.2.mlp.up_proj", {"up_proj"})])
 def test_target_modules(tiny, targets, names):
     model = load(tiny, lora_r=2, lora_target_modules=targets)
-    found = adapters(model)
+    found = adapted_linears(model)
     assert {name.rsplit(".", 1)[-1] for name in found} == names
     assert len(found) == (1 if "layers.2" in str(targets) else 4 * len(names)) and not hasattr(model.lm_head, "lora")
 
@@ -145,7 +145,7 @@ def test_merged_weights_give_the_adapter_its_gradient(tiny, checkpointing):
     with merged(model):
         found = gradients(model, (token_logprobs(model, ids, mask)[0] * ids).sum())
     same_gradients(found, expected)
-    assert len(found) == 2 * len(adapters(model))
+    assert len(found) == 2 * len(adapted_linears(model))
 
 
 def test_merged_is_nothing_without_an_adapter(tiny):
@@ -282,7 +282,7 @@ def test_we_read_pefts_adapter(tiny, tmp_path, options):
     assert (logits_of(model) - expected).abs().max() == 0.0
     assert facts(model).source == tiny and not model.lora_settings.fresh and freeze_reference(model)
     plain = load(tmp_path)  # lora_r = 0: merged, and all weights train
-    assert (logits_of(plain) - expected).abs().max() < 1e-5 and not adapters(plain) and all(p.requires_grad for p in plain.parameters())
+    assert (logits_of(plain) - expected).abs().max() < 1e-5 and not adapted_linears(plain) and all(p.requires_grad for p in plain.parameters())
     save_model(plain, tmp_path / "plain")
     assert torch.equal(logits_of(peft_base(tmp_path / "plain")), logits_of(plain))
 
@@ -311,10 +311,10 @@ def test_a_name_that_no_linear_has_is_refused(tiny):
 def test_merging_takes_the_adapter_to_where_the_base_is(tiny):
     """--memory small keeps A and B on the CPU; the meta device stands for a GPU."""
     model = load(tiny, lora_r=4)
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     with merged(model):
-        assert all(linear.weight.is_meta and linear.lora.mode == "merged" for linear in adapters(model).values())
+        assert all(linear.weight.is_meta and linear.lora.mode == "merged" for linear in adapted_linears(model).values())
 
 
 # ---------------------------------------------------------------------------------------- what "all-linear" stands for
@@ -342,7 +342,7 @@ def test_all_linear_is_the_text_layers_without_routers_and_head(make, adapted, t
     from peft import LoraConfig, get_peft_model
     model = make()
     add_lora(model, 2, 4)
-    names = set(adapters(model))
+    names = set(adapted_linears(model))
     assert all(p.requires_grad == (".lora." in name) for name, p in model.named_parameters())
     assert {name.rsplit(".", 1)[-1] for name in names} == adapted
     assert not any("vision" in name or "router" in name or "lm_head" in name for name in names)
@@ -355,7 +355,7 @@ def test_all_linear_is_the_text_layers_without_routers_and_head(make, adapted, t
 def test_a_router_called_gate_gets_no_adapter():
     model = decoders.make("afmoe")
     add_lora(model, 2, 4)
-    assert {name.rsplit(".", 1)[-1] for name in adapters(model)} == ALL_LINEAR
+    assert {name.rsplit(".", 1)[-1] for name in adapted_linears(model)} == ALL_LINEAR
     assert isinstance(model.model.layers[2].mlp.router.gate, torch.nn.Linear)
 
 
@@ -382,7 +382,7 @@ def test_merged_twice_is_merged_once(tiny):
         with merged(model):
             assert torch.equal(logits_of(model), outer)
         assert torch.equal(logits_of(model), outer)
-    assert all(linear.lora.mode == "beside" and linear.lora.frozen is None for linear in adapters(model).values())
+    assert all(linear.lora.mode == "beside" and linear.lora.frozen is None for linear in adapted_linears(model).values())
 
 
 def test_weights_of_the_base_that_a_fork_trains_beside_the_adapter_are_played_merged_and_in_the_reference(tiny, tmp_path):

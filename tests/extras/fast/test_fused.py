@@ -23,7 +23,7 @@ def adapted(name="qwen2"):
     model = build(name)
     model.requires_grad_(False)
     lora.add_lora(model, 4, 8, kind=Recomputing)
-    for linear in lora.adapters(model).values():
+    for linear in lora.adapted_linears(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.1)
     return model
 
@@ -105,7 +105,7 @@ def test_merged_adapters_run_fused_unmerged_ones_and_hooks_do_not():
         first = play(model, schedule(3), slots=3)[0]
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters()) and storages(model) == places
     assert recomputed(model, first).max() < 1e-4
-    for linear in lora.adapters(model).values():
+    for linear in lora.adapted_linears(model).values():
         linear.lora.B.data *= -1  # an update: the next Engine has it
     with lora.merged(model):
         second = play(model, schedule(3), slots=3)[0]
@@ -129,7 +129,7 @@ def test_merged_adapters_run_fused_unmerged_ones_and_hooks_do_not():
 def test_adapters_beside_the_weights_of_one_input_are_one_adapter_while_decoding(dtype):
     """A decode step in 4 bits was nine kernels for each of them, two thirds of its launches (KERNELS in test_launches.py)."""
     model = load_model("tiny", lora_r=4, dtype=dtype, device="cpu", memory="4bit")[0].eval()
-    for linear in lora.adapters(model).values():
+    for linear in lora.adapted_linears(model).values():
         torch.nn.init.normal_(linear.lora.B, std=0.05)
     attention = model.model.layers[1].self_attn
     linears = attention.q_proj, attention.k_proj, attention.v_proj
@@ -179,7 +179,7 @@ def test_merged_weights_that_are_packed_are_freed_and_come_back():
     if not fused.packs_bfloat16(torch.device("cpu")):
         pytest.skip("oneDNN has no layout for bfloat16 on this CPU")
     model = load_model("tiny", lora_r=4, dtype="bfloat16", device="cpu")[0].eval()
-    linears = list(lora.adapters(model).values())
+    linears = list(lora.adapted_linears(model).values())
     base = [linear.weight.clone() for linear in linears]
     turns = []
     with lora.merged(model):

@@ -21,7 +21,7 @@ def of_core(folder, **options):
     """The model that core alone loads, with the adapter of `memory_helpers.load`."""
     model, _ = lora.load_model(str(folder), device="cpu", lora_r=4, **options)
     generator = torch.Generator().manual_seed(1)
-    for linear in lora.adapters(model).values():
+    for linear in lora.adapted_linears(model).values():
         linear.lora.B.data = torch.randn(linear.lora.B.shape, generator=generator) * 0.1
     return model
 
@@ -61,9 +61,9 @@ def test_a_fork_s_kind_keeps_its_methods_beside_every_technique(tiny):
         def forward(self, linear, x, output):
             return super().forward(linear, x, output) * 2
     model = load(tiny, "stream", kind=Louder)
-    kinds = {type(linear.lora) for linear in lora.adapters(model).values()}
+    kinds = {type(linear.lora) for linear in lora.adapted_linears(model).values()}
     assert len(kinds) == 1 and issubclass(kinds.pop(), Louder)
-    assert not any(linear.lora.mergeable for linear in lora.adapters(model).values())
+    assert not any(linear.lora.mergeable for linear in lora.adapted_linears(model).values())
 
 
 def test_core_says_which_layer_an_adapter_of_quantized_weights_needs(tiny, tmp_path):

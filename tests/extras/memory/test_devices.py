@@ -169,7 +169,7 @@ def test_gradients_of_tiles_are_summed_on_the_device(tmp_path):
     """Two updates, each of two tiles on a GPU (of six on a CPU), by an adapter in host memory."""
     def gradients():
         model = load_model(str(tmp_path), lora_r=4, memory="small")[0]
-        for linear in lora.adapters(model).values():
+        for linear in lora.adapted_linears(model).values():
             linear.lora.B.data.copy_(torch.linspace(-0.1, 0.1, linear.lora.B.numel()).view(linear.lora.B.shape))
         for seed in (1, 2):
             ids = torch.tensor([ids_of(700, seed), ids_of(700, seed + 2)]).to(model.device)

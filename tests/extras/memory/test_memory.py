@@ -13,7 +13,7 @@ from merge import merge
 from extras.memory.techniques import SETTINGS, Techniques, techniques, techniques_of
 from extras.memory.quantization import Int8Embedding, Linear4bit
 from core.model import adamw
-from lora import adapters
+from lora import adapted_linears
 
 
 def plain_model_of(model, folder):
@@ -131,7 +131,7 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
     played = load_model(str(tmp_path / "grpo"), train=False, device="cpu")[0]  # on the base that it was trained on
     trained = load_model(str(tmp_path / "grpo"), lora_r=16, device="cpu")[0]
     assert all(sum(isinstance(m, Linear4bit) for m in model.modules()) == 28 for model in (played, trained))
-    assert any(linear.lora.B.abs().max() > 0 for linear in adapters(trained).values())
+    assert any(linear.lora.B.abs().max() > 0 for linear in adapted_linears(trained).values())
     whole = load_model(str(tmp_path / "grpo"), device="cpu")[0]  # all weights train from there, in float32
     assert {(type(m).__name__, m.weight.dtype, m.weight.requires_grad) for m in whole.modules() if isinstance(m, torch.nn.Linear)} == {("Linear", torch.float32, True)}
     merge(str(tmp_path / "grpo"), str(tmp_path / "merged"))
@@ -140,7 +140,7 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
     with torch.no_grad():
         expected, merged_into_base = (m(input_ids=IDS).logits.float().log_softmax(-1) for m in (played, stock.float()))
         original = AutoModelForCausalLM.from_pretrained(base).eval()
-        for name, linear in adapters(trained).items():
+        for name, linear in adapted_linears(trained).items():
             original.get_submodule(name).weight += linear.lora.scale * (linear.lora.B @ linear.lora.A)
         merged_into_original = original(input_ids=IDS).logits.log_softmax(-1)
     assert (expected - merged_into_base).abs().mean() < 0.2 * (expected - merged_into_original).abs().mean()
@@ -149,14 +149,14 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
 def test_merged_leaves_four_bits_as_they_are(tiny):
     from lora import merged, reference
     model = load(tiny, FOUR_BIT)
-    weights = [linear.weight.clone() for linear in adapters(model).values()]
+    weights = [linear.weight.clone() for linear in adapted_linears(model).values()]
     outside = gradients(model)
     model.zero_grad()
     with merged(model):
         inside = gradients(model)
         with torch.inference_mode():
             logits = model.eval()(input_ids=IDS).logits
-        assert all(linear.lora.cast for linear in adapters(model).values())  # cast once while decoding
+        assert all(linear.lora.cast for linear in adapted_linears(model).values())  # cast once while decoding
         with pytest.raises(RuntimeError, match="leave the block of lora.merged"), reference(model, None):
             pass
         model.zero_grad()
@@ -164,6 +164,6 @@ def test_merged_leaves_four_bits_as_they_are(tiny):
     same(outside, inside, 0)
     with torch.inference_mode():
         assert torch.equal(logits, model(input_ids=IDS).logits)
-        next(iter(adapters(model).values())).lora.B.mul_(2)
+        next(iter(adapted_linears(model).values())).lora.B.mul_(2)
         assert not torch.equal(logits, model(input_ids=IDS).logits)  # outside nothing is kept
-    assert all(torch.equal(a, linear.weight) for a, linear in zip(weights, adapters(model).values()))
+    assert all(torch.equal(a, linear.weight) for a, linear in zip(weights, adapted_linears(model).values()))

@@ -9,7 +9,7 @@ from extras.fast.fused import fits, packs_bfloat16
 from core.model import facts
 from layers import load_model
 from core.logprobs import token_logprobs
-from lora import adapters, is_adapted, merged
+from lora import adapted_linears, is_adapted, merged
 from extras.memory.adapter import recomputable
 
 
@@ -140,16 +140,16 @@ def test_attention_keeps_its_inputs_alone():
 @pytest.mark.skipif(not packs_bfloat16(torch.device("cpu")), reason="oneDNN has no layout for bfloat16 on this CPU")
 def test_merged_weights_are_packed_and_dropped_then_the_base_returns():
     model = adapted("qwen2").to(torch.bfloat16)
-    before = {n: linear.weight.detach().clone() for n, linear in adapters(model).items()}
+    before = {n: linear.weight.detach().clone() for n, linear in adapted_linears(model).items()}
     with merged(model):
         first = complete(model, [[1, 2, 3]], group_size=4, max_new_tokens=6)
-        assert all(linear.weight.numel() == 0 for linear in adapters(model).values())
+        assert all(linear.weight.numel() == 0 for linear in adapted_linears(model).values())
         assert complete(model, [[1, 2, 3]], group_size=4, max_new_tokens=6) == first  # a second Engine
         stock_forward = model(input_ids=torch.tensor([[1, 2, 3]])).logits  # merges what it needs again
     with merged(model):
         assert torch.equal(model(input_ids=torch.tensor([[1, 2, 3]])).logits, stock_forward)
-    assert all(torch.equal(before[n], linear.weight) for n, linear in adapters(model).items())
-    for linear in adapters(model).values():
+    assert all(torch.equal(before[n], linear.weight) for n, linear in adapted_linears(model).items())
+    for linear in adapted_linears(model).values():
         linear.lora.B.data.neg_()
     with merged(model):  # other weights, other packs
         other = complete(model, [[1, 2, 3]], group_size=4, max_new_tokens=6)

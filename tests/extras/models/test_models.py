@@ -21,7 +21,7 @@ from extras.memory.reading import Reader
 from extras.models.probe import probe
 from extras.memory.quantization import Int8Embedding, Int8Head, Linear4bit
 from core.tiny import make_tiny
-from lora import adapters, add_lora, merged
+from lora import adapted_linears, add_lora, merged
 
 FAMILIES = """llama qwen2 qwen3 qwen3_moe qwen3_5 qwen3_5_moe qwen3_next gemma2 gemma3 gemma3n gemma4 lfm2 lfm2_moe lfm3 granite granitemoehybrid smollm3
 olmo3 phi3 ministral3 gpt_oss deepseek_v3 glm4 nemotron_h falcon_h1 mamba2 kimi_linear minimax ernie4_5 hunyuan_v1_dense hunyuan_v1_moe bamba olmo_hybrid""".split()
@@ -47,7 +47,7 @@ def adapted(family):
     without_limit(model)
     add_lora(model, 2, 4)
     probe(model, family)
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     return model
 
@@ -56,7 +56,7 @@ def stock(family, model, dtype=torch.float32):
     """The model of transformers alone, with W + scale B A of the adapters of `model` as its weights."""
     plain = decoders.make(family).to(dtype)
     without_limit(plain)
-    for name, linear in adapters(model).items():
+    for name, linear in adapted_linears(model).items():
         weight, lora = plain.get_submodule(name).weight, linear.lora
         if dtype == torch.float64:
             weight.data += lora.scale * lora.B.data.double() @ lora.A.data.double()
@@ -182,7 +182,7 @@ def our_gradients(model):
 def stock_gradients(plain, model):
     """The same by transformers and autograd alone, one row after the other without padding."""
     plain.requires_grad_(False)
-    weights = {name: plain.get_submodule(name).weight.requires_grad_() for name in adapters(model)}
+    weights = {name: plain.get_submodule(name).weight.requires_grad_() for name in adapted_linears(model)}
     total = 0
     for row, row_weight in zip(ROWS, WEIGHT):
         logp = plain(input_ids=torch.tensor([row]), use_cache=False).logits[0, 5:-1].log_softmax(-1)
@@ -190,7 +190,7 @@ def stock_gradients(plain, model):
     grads = torch.autograd.grad(total, list(weights.values()), allow_unused=True, materialize_grads=True)
     pieces = []
     for name, grad in zip(weights, grads):  # of W + scale B A
-        lora = adapters(model)[name].lora
+        lora = adapted_linears(model)[name].lora
         A, B = lora.A.data.double(), lora.B.data.double()
         pieces += [lora.scale * B.T @ grad.double(), lora.scale * grad.double() @ A.T]
     return torch.cat([piece.flatten() for piece in pieces])
@@ -248,7 +248,7 @@ def test_a_model_published_with_a_vision_tower_loads_as_a_text_model(family, tex
         expected = whole(input_ids=ids).logits
     for memory in ("plain", Techniques(stream_layers=True)):
         model, _ = load_model(str(tmp_path), lora_r=2, memory=memory, device="cpu")
-        assert not facts(model).refuses_engine and not any("vision" in name for name in adapters(model))
+        assert not facts(model).refuses_engine and not any("vision" in name for name in adapted_linears(model))
         with torch.no_grad():
             assert (model(input_ids=ids).logits - expected).abs().max() < 1e-4
     for memory in ("4bit", "small"):
@@ -280,7 +280,7 @@ def test_an_adapter_beside_a_vision_tower_opens_in_peft(family, text_family, wra
     from transformers import AutoModelForImageTextToText
     save_wrapped(family, text_family, wrapper, tmp_path / "base")
     ours, _ = load_model(str(tmp_path / "base"), lora_r=2, lora_target_modules=targets, device="cpu")
-    for linear in adapters(ours).values():
+    for linear in adapted_linears(ours).values():
         linear.lora.B.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     save_model(ours, tmp_path / "adapter")
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
@@ -290,7 +290,7 @@ def test_an_adapter_beside_a_vision_tower_opens_in_peft(family, text_family, wra
         assert (ours(input_ids=ids).logits - theirs(input_ids=ids).logits).abs().max() < 1e-4
     # Its names in full are those that were given: training continues with the same command.
     again, _ = load_model(str(tmp_path / "adapter"), lora_r=2, lora_target_modules=targets, device="cpu")
-    assert adapters(again).keys() == adapters(ours).keys()
+    assert adapted_linears(again).keys() == adapted_linears(ours).keys()
 
 
 def save_text(family, folder, **options):
@@ -333,7 +333,7 @@ def test_two_steps_of_grpo_and_the_adapter_in_peft(family, tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "step_000002"
     ours, _ = load_model(str(folder), lora_r=2, device="cpu")
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval(), folder)
-    assert {name.replace("base_model.model.", "") for name, module in theirs.named_modules() if hasattr(module, "lora_A")} == set(adapters(ours))
+    assert {name.replace("base_model.model.", "") for name, module in theirs.named_modules() if hasattr(module, "lora_A")} == set(adapted_linears(ours))
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         logits, expected = ours(input_ids=ids).logits, theirs(input_ids=ids).logits
@@ -369,7 +369,7 @@ def test_a_model_that_the_engine_refuses_ends_the_run_before_it_begins(tmp_path)
 
 def gradients_of(model):
     """Return log-probabilities, and the gradients of an adapter that changes something, one behind the other."""
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     ids = torch.arange(3, 63).view(2, 30)
     logprobs, _ = token_logprobs(model.train(), ids, torch.ones_like(ids))

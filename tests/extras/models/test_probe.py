@@ -16,7 +16,7 @@ from extras.fast.loading import speed_up
 from extras.memory.techniques import SETTINGS
 from core.model import facts
 from extras.models.probe import WINDOW, disagreement, narrow_windows, probe
-from lora import adapters, add_lora
+from lora import adapted_linears, add_lora
 from core.model import settings
 
 
@@ -104,7 +104,7 @@ def test_a_linear_whose_weight_is_read_past_its_forward_gets_no_adapter(capsys):
     probe(model, "folder")
     says = "note: folder: MambaForCausalLM: its forward passes by the adapters of mixer.dt_proj, mixer.out_proj, mixer.x_proj: they are left out\n"
     assert says in capsys.readouterr().out
-    assert {name.split(".")[-1] for name in adapters(model)} == {"in_proj"}
+    assert {name.split(".")[-1] for name in adapted_linears(model)} == {"in_proj"}
     assert settings(model).peft["target_modules"] == ["mixer.in_proj"]
 
 
@@ -154,7 +154,7 @@ def test_a_kernel_that_reads_a_weight_only_while_training_is_found():
         layer.mlp.forward = partial(lambda mlp, x, out: mlp.down_proj(torch.nn.functional.silu(fused(mlp.gate_proj, x, out)) * mlp.up_proj(x)),
                                     layer.mlp, out=layer.mlp.gate_proj)
     probe(model, "folder")
-    assert {name.split(".")[-1] for name in adapters(model)} == {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"} and not model.training
+    assert {name.split(".")[-1] for name in adapted_linears(model)} == {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"} and not model.training
 
 
 def test_an_encoder_is_refused_because_training_would_be_causal():
@@ -194,7 +194,7 @@ def test_every_dtype_and_memory_technique_passes(tmp_path, memory, dtype, capsys
     memory = EVERYTHING if memory == "everything" else memory
     base = save_tiny(tmp_path / "base")
     model, tokenizer = load_model(base, lora_r=4, dtype=dtype, memory=memory, device="cpu")
-    for linear in adapters(model).values():
+    for linear in adapted_linears(model).values():
         linear.lora.B.data.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     save_model(model, str(tmp_path / "adapter"))
     capsys.readouterr()
