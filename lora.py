@@ -222,7 +222,7 @@ def adapter_tensors(model) -> dict:
     return tensors
 
 
-def whole_policy(module) -> bool:
+def weight_is_enough(module) -> bool:
     """True if the weight alone gives the output: no adapter, a merged one, or one switched off."""
     return not is_adapted(module) or module.lora.mode in ("merged", "off")
 
@@ -237,7 +237,7 @@ def merged(model, to_train: bool = False):
     the optimizer steps. An adapter that is not mergeable stays beside its weight. With to_train so
     does one with dropout, because a merged one has none.
     """
-    linears = [linear for linear in adapted_linears(model).values() if not whole_policy(linear)]
+    linears = [linear for linear in adapted_linears(model).values() if not weight_is_enough(linear)]
     if to_train:
         linears = [linear for linear in linears if not linear.lora.dropout]
     try:

@@ -18,7 +18,7 @@ from core.packing import FAMILIES
 from extras.presence import has
 from extras.fast.attention import fast_row_attention
 from extras.fast.processor import give_back_memory
-from lora import adapted_forward, is_adapted, whole_policy
+from lora import adapted_forward, is_adapted, weight_is_enough
 
 
 def free_merged(linears):
@@ -73,7 +73,7 @@ def _as_built(module, device) -> bool:
 
 def plain(linear) -> bool:
     """True if the output is the product with the weight: no 4 bits, adapters merged or off."""
-    return type(linear) is nn.Linear and whole_policy(linear)
+    return type(linear) is nn.Linear and weight_is_enough(linear)
 
 
 class Fused:
