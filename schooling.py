@@ -17,7 +17,6 @@ from core.config import NO_BAR, UserError, mix
 
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 import envs
 from agent import Episode, Trajectory, ends_on_fault, playable, rollout_options
@@ -98,6 +97,8 @@ def teach_tiny(config, run, plays=True) -> str:
     rollout_options(config, run)  # for its errors: flags are refused before anything takes time
     if config.model_path != "tiny":
         return config.model_path
+    # Where a file of rows is wrong, nobody waits for transformers.
+    from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
     run.begin()
     base = run.folder / "base"

@@ -121,11 +121,8 @@ def training(module, base, place, *words):
 
 def page(folder):
     def run():
-        try:
-            report.main([str(folder)])
-        except (report.UserError, OSError) as error:
-            print(f"extras.show.report: {' '.join(str(error).split())}", file=sys.stderr)
-            sys.exit(2)
+        sys.argv = ["report", str(folder)]
+        report.program()
     return run
 
 

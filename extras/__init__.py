@@ -16,7 +16,6 @@
 
 Any folder can be deleted: core's own then takes its place.
 """
-import os
 from functools import partial
 
 from core.config import LayerFlags, episode_bar, main, terminal
@@ -37,7 +36,7 @@ if has("show"):
 if has("exact"):
     from extras.exact.run import Run as Exact
     runs.append(Exact)
-if has("ranks") and os.environ.get("WORLD_SIZE", "1") != "1":
+if has("ranks"):
     from extras.ranks import Run as Shared
     runs.append(Shared)
 if runs:

@@ -170,7 +170,7 @@ def test_the_command(name, status, says, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         run(command, "")
     out, err = capsys.readouterr()
-    assert ended.value.code == status and says in out + err and len(out.splitlines()) == (0 if status == 2 else 13 + (status == 1))
+    assert ended.value.code == status and says in out + err and len(out.splitlines()) == (0 if status == 2 else 12 + (status == 1))
 
 
 def test_an_environment_without_content_is_one_too():

@@ -22,8 +22,7 @@ from test_resume import place  # noqa: F401  (a fixture)
 from core import run
 from extras.exact.checkpoint import read_state
 from core.run import OneProcess
-from extras.ranks import Ranks
-from extras.ranks import RankLost
+from extras.ranks.processes import RankLost, Ranks
 
 ROOT = Path(run.__file__).parent.parent
 # Every algorithm takes one step on recorded episodes, then grpo plays two steps of its own. argv: place, output folder.
@@ -291,8 +290,8 @@ SILENT = """
 import os, time
 from datetime import timedelta
 from extras import ranks as distributed
-from extras import ranks
-from extras.ranks import RankLost
+from extras.ranks import processes as ranks
+from extras.ranks.processes import RankLost
 ranks.SILENCE = timedelta(seconds=3)
 ranks = distributed.join()
 ranks.gather(0)
@@ -319,7 +318,7 @@ import os, time
 from datetime import timedelta
 import torch.distributed as dist
 from extras import ranks as distributed
-from extras import ranks
+from extras.ranks import processes as ranks
 from core.config import UserError
 ranks.CONNECT = timedelta(seconds=1)
 if os.environ["RANK"] == "1":

@@ -391,8 +391,8 @@ def test_what_may_be_read_is_not_emptied(user, monkeypatch):
     scene = Scene(user)
     child = os.path.join(scene.folder, "sandbox_child.py")
     text = CHILD.read_text()
-    assert "return [*folders" in text
-    Path(child).write_text(text.replace("return [*folders", f"return [{scene.folder!r}, *folders"))
+    assert "    return paths" in text
+    Path(child).write_text(text.replace("    return paths", f"    return [{scene.folder!r}, *paths]"))
     if user != "nobody":
         monkeypatch.setattr(sandbox, "COMMAND", [*sandbox.COMMAND[:-1], child])
     for way in ("os.open(SECRET, os.O_RDONLY | os.O_TRUNC)", "syscall((257, 56), -100, SECRET.encode(), os.O_TRUNC | os.O_CLOEXEC)",
