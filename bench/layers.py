@@ -4,13 +4,15 @@
 
 Every setting is a process of its own: all on, each one off, all off. It plays and updates once to warm up, and then
 `--rounds` times the same episodes. Printed are the CPU seconds of a rollout and of an update, which others on the
-machine disturb less than the clock, and the peak of the resident memory. OMP_NUM_THREADS is taken as it is.
+machine disturb less than the clock, and the peak of the resident memory. OMP_NUM_THREADS is taken as it is. The last line is
+JSON.
 """
 import argparse
 import json
 import os
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 WAYS = ("fused", "products", "float32", "pointwise")
@@ -77,12 +79,18 @@ def main():
         print(json.dumps(measure(args, args.off)))
         return
     print(f"{args.model_path} {args.dtype}, {args.tasks} x {args.group} episodes, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
+    results = {}
     for name in args.only * args.repeats:
         command = [sys.executable, __file__, *sys.argv[1:], "--off", *SETTINGS[name]]
         out = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
         result = json.loads(out.splitlines()[-1])
         print(f"{name:14} rollout {result['rollout']:6.2f} s  update {result['update']:6.2f} s  peak {result['peak']:6.0f} MiB  "
               f"{result['tokens']} tokens sampled, {result['width']} wide", flush=True)
+        results.setdefault(name, []).append(result)
+    flags = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    print(json.dumps({"command": " ".join(["python bench/layers.py", *sys.argv[1:]]), "date": str(date.today()),
+                      "threads": os.environ.get("OMP_NUM_THREADS"), "settings": results,
+                      "units": [unit for unit in ("amx_bf16", "avx512_bf16", "avx512_fp16") if unit in flags]}))
 
 
 if __name__ == "__main__":
