@@ -6,8 +6,11 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.engine import row_attention
+from core.logprobs import token_logprobs
 from extras.fast import attention
 from extras.fast.attention import causal_attention
+from layers import load_model
+from lora import merged_to_train, reference
 
 MODULE = SimpleNamespace(num_key_value_groups=3, is_causal=True)
 
@@ -164,3 +167,14 @@ def test_capped_scores_and_sinks_one_head_after_the_other(softcap, sinks):
         weights = (scores + bias).exp()
         total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].exp())
         assert (ours[:, :, head] - weights / total @ value[:, head // 3]).abs().max() < 1e-6
+
+
+def test_a_policy_that_is_scored_rounds_as_in_the_update(tiny):
+    """Its KL divergence from itself is 0: otherwise a step that teaches nothing would move the weights."""
+    model, _ = load_model(tiny, lora_r=4, dtype="float32")
+    ids = torch.arange(3, 83).view(2, 40) * 7 % 700  # (B, T)
+    with merged_to_train(model):
+        trained, _ = token_logprobs(model, ids, torch.ones_like(ids))
+    with torch.no_grad(), reference(model, None):
+        scored, _ = token_logprobs(model, ids, torch.ones_like(ids))
+    assert trained.requires_grad and torch.equal(trained, scored)
