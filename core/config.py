@@ -311,7 +311,11 @@ def parse(config_class, argv, description=""):
         parser.add_argument(*(f"--{word}" for word in (name, *option.aliases)), dest=name,
                             metavar=KINDS[option.kind][0], **switch,
                             help=f"{option.help}; default: {default}".replace("%", "%%"))
-    given, values = vars(parser.parse_args(argv)), {}
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = nearest(unknown[0].strip("-"), flags, prefix="--")
+        raise UserError(f"unknown option {unknown[0]}; {hint}; optional layers need extras/")
+    given, values = vars(given), {}
     for path in given.pop("config"):
         for name, value in read_yaml(path).items():
             if name not in flags or name in ONCE:

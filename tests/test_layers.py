@@ -174,6 +174,13 @@ def test_what_a_deleted_layer_gave_is_answered_in_one_line(layer, command, words
     assert ended.returncode == 2 and words in ended.stderr and len(ended.stderr.strip().splitlines()) == 1, ended.stderr
 
 
+def test_without_any_layer_a_flag_of_one_is_answered_in_one_line(tmp_path):
+    copy_without("extras", tmp_path)
+    for command in ("grpo.py --memory 4bit", "grpo.py --sampler http://127.0.0.1:9", "agent.py --serve"):
+        ended = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        assert ended.returncode == 2 and "extras/" in ended.stderr and len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+
+
 def test_a_plain_run_without_layers_stays_small(taught, tmp_path):
     """What `python grpo.py` loads without extras/: the figures of DESIGN.md, files, lines, lines of code."""
     copy_without("extras", tmp_path)
