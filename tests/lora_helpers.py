@@ -27,7 +27,7 @@ def randomise(model, scale=0.3):
 
 
 def logits_of(model, ids=IDS):
-    with torch.no_grad():
+    with torch.inference_mode():
         return model(input_ids=ids).logits
 
 

@@ -452,7 +452,7 @@ def test_which_linears_a_pattern_or_a_rule_has_chosen_the_tensors_say(tiny, tmp_
     theirs.save_pretrained(tmp_path)
     edit_json(tmp_path / "adapter_config.json", base_model_name_or_path=str(tiny))
     ids = torch.arange(5, 25)[None]
-    with torch.no_grad():
+    with torch.inference_mode():
         assert torch.equal(load(tmp_path, lora_r=2).eval()(ids).logits, theirs.eval()(ids).logits)
 
 

@@ -593,7 +593,7 @@ def test_a_signal_leaves_while_a_server_is_silent(place, tmp_path, server, silen
 
 # ----------------------------------------------------------------------------------------------- a step ahead
 def test_a_step_ahead_is_played_by_the_adapter_before_the_update(place, tmp_path, server):  # noqa: F811
-    _, log = played(place, tmp_path / "r", [server], max_steps=4, rollout_ahead=1, eval_tasks=2, eval_every=1, learning_rate=0.05)
+    _, log = played(place, tmp_path / "r", [server], max_steps=4, rollout_ahead=1, eval_tasks=2, eval_every=1, learning_rate=0.05, entropy_coef=0.1)
     assert [line["staleness"] for line in log] == [0, 1, 1, 1]
     assert all(line["groups_dropped"] == 0 for line in log)  # what its thread has measured
     # The prompts tell which step a request was for.
