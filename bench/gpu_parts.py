@@ -236,7 +236,7 @@ def families(args) -> dict:
     the CPU, `gradients` the relative difference of the adapter's gradients from the same code on the CPU.
     """
     import torch
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "extras" / "models")]
     import test_models
     from layers import make_engine
     from lora import merged
