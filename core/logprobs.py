@@ -6,18 +6,18 @@
     dithered          round merged weights to 16 bits without losing small updates
 
 The output head runs on chunks of tokens. A layer may put its own `head_logprobs` into the model's
-facts: extras/fast one that computes no logits twice, extras/memory that of a head in int8.
+facts, as extras/memory does for a head in int8.
 """
 from functools import cache
 
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from core.model import facts
 from core.packing import hidden_states
 
 CHUNK = 2**23  # logits that exist at once
+PIECE = 2**19  # of them in float32 at once on a CPU, in whose cache they stay
 
 
 def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
@@ -85,25 +85,99 @@ def used_columns(loss_mask) -> int:
 
 
 def head_logprobs(model, hidden, targets, temperature):
-    """Return log-probability and entropy (n,) of targets (n,) after hidden states (n, D).
+    """Return log-probability and entropy (n,) of targets (n,) after hidden states (n, D)."""
+    head = model.get_output_embeddings()
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    return HeadLogprobs.apply(model, hidden, targets, temperature, *weights)
 
-    A chunk of tokens at a time, whose logits are computed again in the backward pass.
+
+class HeadLogprobs(torch.autograd.Function):
+    """Log-probability and entropy of softmax(logits / temperature), a chunk of tokens at a time.
+
+    With p = softmax(z) and H = -sum p log p:
+
+        d log p_y / dz = onehot(y) - p        dH / dz = -p (log p + H)
+
+    No logits are kept. The forward pass keeps d log p_y / d hidden (n, D), and the backward pass
+    scales its rows. It runs the head again only if the entropy has a gradient or the head trains.
     """
-    size = max(1, CHUNK // len(model.get_output_embeddings().weight))
-    logprobs, entropy = [], []
-    # Without a token there is one chunk, which is empty.
-    for chunk in blocks(max(1, len(hidden)), size):
-        results = checkpoint(chunk_logprobs, model, hidden[chunk], targets[chunk], temperature,
-                             use_reentrant=False)
-        logprobs.append(results[0])
-        entropy.append(results[1])
-    return torch.cat(logprobs), torch.cat(entropy)
+
+    @staticmethod
+    def forward(ctx, model, hidden, targets, temperature, *weights):
+        ctx.model, ctx.temperature, ctx.weights = model, temperature, weights
+        ctx.size = max(1, CHUNK // len(model.get_output_embeddings().weight))
+        keep = ctx.needs_input_grad[1] and not weights
+        slope = torch.empty_like(hidden) if keep else None  # (n, D)
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy = torch.empty_like(logprobs)
+        for chunk in blocks(len(hidden), ctx.size):
+            with torch.set_grad_enabled(keep):
+                h = hidden[chunk].detach().requires_grad_(keep)
+                logits = head_logits(model, h)  # (c, V)
+            softmax(logits.detach(), targets[chunk, None], temperature, logprobs[chunk],
+                    entropy[chunk], keep)
+            if keep:
+                slope[chunk], = torch.autograd.grad(logits, h, logits.detach())
+            # Free them before the next chunk's are computed.
+            del logits
+        ctx.save_for_backward(hidden, targets, entropy, slope)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, targets, entropy, slope = ctx.saved_tensors
+        if slope is not None and (grad_entropy == 0).all():
+            grad_hidden = (slope * grad_logprobs[:, None]).to(hidden.dtype)
+            return None, grad_hidden, None, None
+        grad_hidden = torch.empty_like(hidden)
+        grad_weights = [torch.zeros_like(weight) for weight in ctx.weights]
+        for chunk in blocks(len(hidden), max(1, ctx.size // 2)):
+            with torch.enable_grad():
+                h = hidden[chunk].detach().requires_grad_()
+                logits = head_logits(ctx.model, h)  # (c, V)
+            grad = logits_gradient(
+                logits.detach(), targets[chunk, None], ctx.temperature, entropy[chunk, None],
+                grad_logprobs[chunk, None], grad_entropy[chunk, None])
+            grad_hidden[chunk], *chunk_weights = torch.autograd.grad(
+                logits, (h, *ctx.weights), grad)
+            del logits, grad
+            for total, addend in zip(grad_weights, chunk_weights):
+                total += addend
+        return None, grad_hidden, None, None, *grad_weights
 
 
-def chunk_logprobs(model, hidden, targets, temperature):
-    """Return what `head_logprobs` does, of all tokens at once."""
-    logp = (head_logits(model, hidden).float() / temperature).log_softmax(-1)  # (n, V)
-    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+def softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
+    """Write the targets' log-probabilities (c,) and the entropy (c,), a few tokens at a time.
+
+    The logits are (c, V), the targets (c, 1). `overwrite` replaces the logits by
+    d log p_target / d logits: the graph of a head never reads its logits again.
+    """
+    elements = PIECE if logits.is_cpu else CHUNK
+    for piece in blocks(len(logits), max(1, elements // logits.shape[1])):
+        logp = over(logits[piece].float(), temperature).log_softmax(-1)
+        probs = logp.exp()
+        logprobs[piece] = logp.gather(1, targets[piece])[:, 0]
+        entropy[piece] = -logp.mul_(probs).sum(-1)
+        if overwrite:
+            probs.neg_().scatter_(1, targets[piece], 1, reduce="add")
+            logits[piece] = over(probs, temperature)
+        # Free them before the next piece's are computed.
+        del logp, probs
+
+
+def logits_gradient(logits, targets, temperature, entropy, grad_logprobs, grad_entropy):
+    """Return the gradient of the logits (c, V). All others are (c, 1)."""
+    logp = over(logits.float(), temperature).log_softmax(-1)
+    probs = logp.exp()
+    grad = logp.add_(entropy).mul_(probs).mul_(-grad_entropy)
+    grad.addcmul_(probs, grad_logprobs, value=-1)
+    grad.scatter_add_(1, targets, grad_logprobs)
+    return over(grad, temperature).to(logits.dtype)
+
+
+def over(x, temperature):
+    """Return x / temperature, without the pass over x if the temperature is 1."""
+    return x if temperature == 1 else x / temperature
 
 
 def blocks(n: int, size: int) -> list[slice]:

@@ -15,21 +15,12 @@ from extras.models.probe import probe
 from lora import merged
 
 
-def loaded(tiny, head, lora_r=4, **options):
-    """A model with core's head_logprobs, or with that of extras/fast."""
-    model = load(tiny, lora_r=lora_r, **options)
-    if head == "core":
-        facts(model).head_logprobs = None
-    return model
-
-
 # --------------------------------------------------------------------------------------------------- log-probabilities
-@pytest.mark.parametrize("head", ["core", "fast"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
-def test_values_and_gradients_equal_full_logits(tiny, lora_r, temperature, head, monkeypatch):
+def test_values_and_gradients_equal_full_logits(tiny, lora_r, temperature, monkeypatch):
     monkeypatch.setattr("core.logprobs.CHUNK", 5000)
-    model, mask = randomise(loaded(tiny, head, lora_r)), random_mask(IDS)
+    model, mask = randomise(load(tiny, lora_r=lora_r)), random_mask(IDS)
     u, v = torch.randn(2, *IDS.shape, generator=torch.Generator().manual_seed(2))
     exact = full(model, IDS, mask, temperature)
     expected = gradients(model, (u * exact[0]).sum() + (v * exact[1]).sum())
@@ -44,11 +35,10 @@ def test_values_and_gradients_equal_full_logits(tiny, lora_r, temperature, head,
         assert found["model.embed_tokens.weight"][unseen].abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("head", ["core", "fast"])
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("which", [0, 1], ids=["logprobs", "entropy"])
-def test_each_output_alone_has_the_gradient_of_autograd(tiny, which, lora_r, head):
-    model, mask = randomise(loaded(tiny, head, lora_r)), random_mask(IDS)
+def test_each_output_alone_has_the_gradient_of_autograd(tiny, which, lora_r):
+    model, mask = randomise(load(tiny, lora_r=lora_r)), random_mask(IDS)
     expected = gradients(model, full(model, IDS, mask, 0.9)[which].sum())
     same_gradients(gradients(model, token_logprobs(model, IDS, mask, 0.9)[which].sum()), expected)
 
@@ -75,9 +65,8 @@ def test_an_untied_head_gets_its_gradient():
     same_gradients(gradients(model, token_logprobs(model, IDS, mask)[0].sum()), expected)
 
 
-@pytest.mark.parametrize("head", ["core", "fast"])
-def test_chunk_size_changes_nothing(tiny, head, monkeypatch):
-    model, mask = loaded(tiny, head, 0), random_mask(IDS)
+def test_chunk_size_changes_nothing(tiny, monkeypatch):
+    model, mask = load(tiny, lora_r=0), random_mask(IDS)
     results = []
     for chunk in (1, 778 * 3 + 5, 2**24):
         monkeypatch.setattr("core.logprobs.CHUNK", chunk)
@@ -284,9 +273,8 @@ def test_checkpointing_changes_nothing(tiny, lora_r):
     same_gradients(gradients(model, token_logprobs(model, IDS, mask)[0].sum()), expected)
 
 
-@pytest.mark.parametrize("head", ["core", "fast"])
-def test_an_empty_mask_is_zero_and_differentiable(tiny, head):
-    model = loaded(tiny, head, 0)
+def test_an_empty_mask_is_zero_and_differentiable(tiny):
+    model = load(tiny, lora_r=0)
     logprobs, entropy = token_logprobs(model, IDS, torch.zeros_like(IDS))
     assert not logprobs.any() and not entropy.any()
     assert all(not g.any() for g in gradients(model, (logprobs + entropy).sum()).values())
@@ -318,10 +306,9 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("head", ["core", "fast"])
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full", "lora"])
-def test_no_tensor_of_all_logits_is_ever_made(tiny, lora_r, head, monkeypatch):
-    model = loaded(tiny, head, lora_r)
+def test_no_tensor_of_all_logits_is_ever_made(tiny, lora_r, monkeypatch):
+    model = load(tiny, lora_r=lora_r)
     vocab = model.config.vocab_size
     ids = torch.randint(0, vocab, (8, 100), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr("core.logprobs.CHUNK", 20 * vocab)
@@ -354,9 +341,8 @@ def test_scaled_and_capped_heads(family):
     assert (plain - model(input_ids=IDS).logits).abs().max() > 1e-2  # the scaling is really there
 
 
-@pytest.mark.parametrize("head", ["core", "fast"])
-def test_bf16_logprobs_are_float32_and_gradients_reach_the_float32_masters(tiny, head):
-    model, exact = loaded(tiny, head, dtype="bfloat16"), load(tiny, lora_r=4)
+def test_bf16_logprobs_are_float32_and_gradients_reach_the_float32_masters(tiny):
+    model, exact = load(tiny, lora_r=4, dtype="bfloat16"), load(tiny, lora_r=4)
     logprobs, entropy = token_logprobs(model, IDS, random_mask(IDS))
     assert logprobs.dtype == entropy.dtype == torch.float32
     assert (logprobs - token_logprobs(exact, IDS, random_mask(IDS))[0]).abs().max() < 0.1

@@ -1,11 +1,9 @@
-"""What loading a model does for speed: switches of the device, attention and head of training."""
+"""What loading a model does for speed: switches of the device, and attention of training."""
 from functools import wraps
 
 import torch
 
-from core.model import facts
 from extras.fast.attention import causal_attention
-from extras.fast.head import head_logprobs
 from extras.fast.processor import USED, fast_float32
 
 
@@ -35,8 +33,7 @@ def prepared_device(name: str | None, train: bool):
 
 
 def speed_up(model):
-    """Give a loaded model our `head_logprobs`, and `causal_attention` for torch's fused one."""
-    facts(model).head_logprobs = facts(model).head_logprobs or head_logprobs
+    """Give a loaded model `causal_attention` for torch's fused one."""
     before = model.config.get_text_config()._attn_implementation
     if "products" in USED and before in ("sdpa", "packed_attention"):
         from transformers import AttentionInterface, AttentionMaskInterface

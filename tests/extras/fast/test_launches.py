@@ -13,11 +13,10 @@ from bench.budget import kind_of
 from layers import load_model
 from core.logprobs import token_logprobs
 from core.engine import Row
-from core.logprobs import CHUNK, dithered
+from core.logprobs import CHUNK, dithered, softmax
 from extras.memory.pointwise import rms_norm
 from extras.memory.rounding import Rounded
 from extras.fast.fused import Fused
-from extras.fast.head import softmax
 from extras.fast.static_engine import StaticEngine
 
 
