@@ -46,23 +46,27 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
     arXiv 2402.03300 section 4.1.2, the std unbiased as in TRL. Equal rewards get exactly 0, and so
     does a group of one.
 
-    rewards: (N,). group_ids: N hashable ids, in any order. scale: "group" divides by the group's
-    std, "batch" by that of all rewards given (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv
-    2503.20783). leave_one_out: the baseline is the mean of the others (RLOO, arXiv 2402.14740).
+    rewards: (N,). group_ids: N hashable ids, in any order. scale: see `divisor`. leave_one_out: the
+    baseline is the mean of the others (RLOO, arXiv 2402.14740).
     """
     advantages = torch.zeros_like(rewards)
     for group in members(group_ids):  # the indices of its rewards
-        G = len(group)
-        if G == 1:
-            continue
         # Shift first: the mean of equal floats may differ from them by rounding, and Adam would
         # scale that up to full steps.
         r = rewards[group] - rewards[group[0]]
-        # r_i - (mean of the others) = (r_i - mean) G / (G - 1).
-        factor = G / (G - 1) if leave_one_out else 1.0
-        std = {"group": r.std() + 1e-4, "batch": rewards.std() + 1e-4, "none": 1.0}[scale]
-        advantages[group] = factor * (r - r.mean()) / std
+        if r.any():
+            # r_i - (mean of the others) = (r_i - mean) G / (G - 1).
+            factor = len(group) / (len(group) - 1) if leave_one_out else 1.0
+            advantages[group] = factor * (r - r.mean()) / divisor(rewards, r, scale)
     return advantages
+
+
+def divisor(rewards, group_rewards, scale):
+    """Return what divides the advantages of a group: its std, that of all rewards, or 1.
+
+    "group": arXiv 2402.03300. "batch": arXiv 2508.08221. "none": Dr. GRPO, arXiv 2503.20783.
+    """
+    return {"group": group_rewards.std() + 1e-4, "batch": rewards.std() + 1e-4, "none": 1.0}[scale]
 
 
 # A credit function takes B episodes (`agent.Trajectory`: rewards of its turns, group_id, messages,
@@ -86,12 +90,31 @@ def turn_credit(episodes, **options):
     return group_advantages(torch.tensor(returns), peers, **options)
 
 
+def return_credit(episodes, scale="group"):
+    """Compare a turn's return-to-go with the group's returns: (return-to-go - mean) / (std + 1e-4).
+
+    Where the reward comes at the end, it is `episode_credit`. A group of equal returns gets 0.
+    """
+    returns = torch.tensor([math.fsum(t.rewards) for t in episodes])  # (B,)
+    advantages = [torch.zeros(len(t.rewards)) for t in episodes]  # B of (turns,)
+    for group in members([t.group_id for t in episodes]):
+        first = returns[group[0]]
+        r = returns[group] - first  # as in group_advantages
+        if not r.any():
+            continue
+        for i in group:
+            to_go = torch.tensor(episodes[i].rewards).flip(0).cumsum(0).flip(0)  # (turns,)
+            advantages[i] = (to_go - first - r.mean()) / divisor(returns, r, scale)
+    return torch.cat(advantages)
+
+
 def process_credit(episodes, **options):
     """Sum a turn's and all later rewards, normalized over the group: process supervision (4.1.3).
 
     Beware where the reward comes at the end: every turn before it then counts -mean / std, so that
     each further turn costs, however correct it is. In eight correct episodes of three turns the
     first call gets 0, the second 0.69 and the answer 1.38: an answer in the first turn gains most.
+    Where only the longer way is right, it learns the shorter one. `return_credit` does not.
     """
     rewards, owners = [], []
     for t in episodes:
@@ -103,8 +126,8 @@ def process_credit(episodes, **options):
 
 
 # The choices of --credit. A credit function goes here, with options of its own bound by partial.
-CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit,
-           "rloo": partial(episode_credit, leave_one_out=True)}
+CREDITS = {"episode": episode_credit, "turn": turn_credit, "return": return_credit,
+           "process": process_credit, "rloo": partial(episode_credit, leave_one_out=True)}
 
 
 def token_advantages(episodes, mask, credit="episode", **options):
@@ -281,7 +304,8 @@ class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     success_rate_ub: float = flag(1.0, "replace groups with a higher success rate", low=0, high=1)
     loss: str = flag("grpo", "sets its paper's clip range (cispo, sapo, vespo: none) and scale",
                      choices=LOSSES, aliases=("loss_type",))
-    credit: str = flag("episode", "how rewards become advantages", choices=CREDITS)
+    credit: str = flag("episode", "how rewards become advantages; process: where they come at the "
+                       "end alone, each further turn costs, and return does not", choices=CREDITS)
     scale_rewards: str | None = auto("group", "whose std divides the advantages",
                                      choices=("group", "batch", "none"))
     clip_eps_low: float | None = auto(0.2, "ratio from 1 - this", above=0, aliases=("clip_eps",))
@@ -406,10 +430,10 @@ def train(config: Config) -> dict:
                         del logprobs, entropy, loss  # free the graph: the next one needs room
                 totals = run.ranks.all_reduce(model, metrics)
                 grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-                if math.isfinite(totals["loss"] + grad_norm):
-                    optimizer.step()
-                else:  # it would spoil the weights for good
+                if not math.isfinite(totals["loss"] + grad_norm):  # it would spoil the weights
                     run.skip(batch, f"loss {totals['loss']}, gradient norm {grad_norm}")
+                elif grad_norm:  # of 0, Adam would still repeat its last steps
+                    optimizer.step()
                 optimizer.zero_grad()
                 if update == 0:  # ratio 1 and gap 0, but for rounding, dropout and old episodes
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["gap"])

@@ -27,6 +27,7 @@ TRICKS = {
     "updates_1": {"updates_per_step": 1},
     "updates_4": {"updates_per_step": 4},
     "credit_turn": {"credit": "turn"},
+    "credit_return": {"credit": "return"},
     "credit_process": {"credit": "process"},
     "credit_rloo": {"credit": "rloo"},
     "std_batch": {"scale_rewards": "batch"},

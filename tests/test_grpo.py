@@ -210,6 +210,22 @@ def test_groups_of_equal_rewards_teach_nothing_and_are_counted(base, tmp_path):
     assert metrics["loss"] == 0 and metrics["advantage_abs"] == 0 and metrics["groups_without_signal"] == 1
 
 
+@pytest.mark.parametrize("options, moves", [({}, False), ({"kl_coef": 0.1}, True), ({"entropy_coef": 0.01}, True)], ids=["alone", "KL", "entropy"])
+def test_where_all_groups_are_silent_the_momentum_of_adam_moves_nothing(base, tmp_path, monkeypatch, options, moves):
+    """Without a gradient Adam repeats its last steps: a step that teaches nothing moved the weights like any other, and decayed them."""
+    def played(*args, **kwargs):
+        episodes = rollout(*args, **kwargs)
+        for t in episodes if kwargs["step"] else ():
+            t.rewards, t.reward = [0.0] * (len(t.rewards) - 1) + [1.0], 1.0
+        return episodes
+    monkeypatch.setattr(grpo, "rollout", played)
+    _, lines = run(base, tmp_path, max_steps=2, save_every=1, weight_decay=0.1, **options)
+    assert [line["groups_without_signal"] == 1 for line in lines] == [False, True] and (lines[1]["grad_norm"] > 0) == moves
+    for name in ("adapter_model", "optimizer"):
+        before, after = state(tmp_path, 1, name), state(tmp_path, 2, name)
+        assert all(torch.equal(before[k], after[k]) for k in before) != moves
+
+
 def test_result_and_folder(base, tmp_path):
     result, _ = run(base, tmp_path, eval_tasks=8, save_every=1, max_steps=2, eval_every=1)
     assert {"success_before", "success_after", "seconds", "peak_memory_mb", "steps", "seed"} <= result.keys()

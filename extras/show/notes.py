@@ -142,6 +142,26 @@ def first_notes(metrics, config, model, has_expert, has_tools):
     return notes
 
 
+def credit_note(config, episodes):
+    """Return a note if --credit process meets episodes that are paid at their end alone, or None.
+
+    Without a reward, or in episodes of one turn, nothing can be said yet.
+    """
+    if getattr(config, "credit", None) != "process":
+        return None
+    pays, early = False, []
+    for t in episodes:
+        # What `shift_and_scale` makes of a turn that is not paid.
+        nothing = (0.0 - config.reward_bias / len(t.rewards)) * config.reward_scaling
+        early += [reward != nothing for reward in t.rewards[:-1]]
+        pays = pays or t.rewards[-1] != nothing
+    if not pays or not early or any(early):
+        return None
+    return ("note: --credit process, and the reward comes at the end alone: each further turn then "
+            "costs, and an answer in the first turn gains most, right or wrong; --credit return or "
+            "episode has no such price")
+
+
 # ------------------------------------------------------------------------------------------- alarms
 class Alarms:
     """Watch the lines of metrics.jsonl. Each kind of alarm is raised once.

@@ -6,8 +6,8 @@ from tqdm import tqdm
 import core.run
 import envs
 from core.config import NO_BAR, UserError, options, say
-from extras.show.notes import (Alarms, first_notes, idle_notes, next_command, plan, print_table,
-                               step_line, step_numbers)
+from extras.show.notes import (Alarms, credit_note, first_notes, idle_notes, next_command, plan,
+                               print_table, step_line, step_numbers)
 
 
 class Run(core.run.Run):
@@ -16,9 +16,10 @@ class Run(core.run.Run):
     Attributes:
         passed: the sequences of all passes of a step.
         bar: the progress bar of the steps, once `load` has been called.
+        credit_noted: True once it was said what --credit does to the rewards of this run.
     """
 
-    passed, bar = 0, None
+    passed, bar, credit_noted = 0, None, False
 
     def __init__(self, config, algorithm):
         super().__init__(config, algorithm)
@@ -94,6 +95,13 @@ class Run(core.run.Run):
             if not line.get("staleness"):
                 timing["rollout_tokens_per_second"] = self.rollout_tokens / self.rollout_seconds
         return timing
+
+    def log_episodes(self, episodes):
+        super().log_episodes(episodes)
+        note = credit_note(self.config, episodes)
+        if note and not self.credit_noted:
+            self.credit_noted = True
+            say(note)
 
     def warn(self, step, metrics, timing):
         """Print the alarms that a step's line raises."""

@@ -612,6 +612,49 @@ def test_the_trap_of_process_credit_and_that_the_others_do_not_have_it():
         assert first[0] > 0 > first[1]
 
 
+@pytest.mark.parametrize("credit, ends_at", [("process", 0.5), ("episode", 0.98), ("return", 0.98), ("turn", 0.98), ("rloo", 0.98)])
+@pytest.mark.parametrize("seed", range(3))
+def test_which_credit_finds_the_longer_way_where_it_is_the_right_one(credit, ends_at, seed):
+    """A policy answers at once and is right with probability 0.5, or calls three times and is right: one logit, Adam, 100 steps of 8 episodes."""
+    rng, logit = random.Random(seed), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.Adam([logit], lr=0.1)
+    for _ in range(100):
+        calls = [rng.random() < float(logit.detach().sigmoid()) for _ in range(8)]
+        turns = [[0.0, 0.0, 0.0, 1.0] if long else [float(rng.random() < 0.5)] for long in calls]
+        mask = torch.zeros(8, 8, dtype=torch.long)
+        for row, rewards in enumerate(turns):
+            mask[row, 1:2 * len(rewards):2] = 1
+        first = token_advantages(episodes_of(turns, "g" * 8), mask, credit)[:, 1]  # nothing else is chosen
+        signs = torch.tensor([1.0 if long else -1.0 for long in calls])
+        optimizer.zero_grad()
+        (-(first * torch.nn.functional.logsigmoid(signs * logit)).mean()).backward()
+        optimizer.step()
+    assert 0.5 + 0.5 * float(logit.detach().sigmoid()) == pytest.approx(ends_at, abs=0.02)
+
+
+def test_return_credit_by_hand():
+    """Returns 1, 2, 0.5: mean 7/6. The second turn of the first has 1 to go, that of the second 0.5; what all get alike teaches nothing."""
+    mask = torch.tensor([[1, 0, 1, 0], [1, 0, 1, 0], [1, 0, 0, 0]])
+    rewards = [[0.0, 1.0], [1.5, 0.5], [0.5]]
+    a = token_advantages(episodes_of(rewards, "ggg"), mask, "return", scale="none")
+    m = 7 / 6
+    assert torch.allclose(a, torch.tensor([[1 - m, 0, 1 - m, 0], [2 - m, 0, 0.5 - m, 0], [0.5 - m, 0, 0, 0]]))
+    std = math.sqrt(((1 - m) ** 2 + (2 - m) ** 2 + (0.5 - m) ** 2) / 2) + 1e-4
+    assert torch.allclose(token_advantages(episodes_of(rewards, "ggg"), mask, "return"), a / std)
+    assert (token_advantages(episodes_of([[0.5, 0.5], [1.0, 0.0], [1.0]], "ggg"), mask, "return") == 0).all()
+    alone = token_advantages(episodes_of(rewards, "gab"), mask, "return", scale="batch")
+    assert (alone == 0).all()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_of_a_reward_at_the_end_return_credit_is_episode_credit(scale):
+    rng = random.Random(3)
+    mask = torch.tensor([episode_mask(rng, 30, 3) for _ in range(8)])
+    rewards = [[0.0] * int(turns.max()) + [rng.choice([0.0, 0.3, 1.0])] for turns in turn_index(mask)]
+    a, b = (token_advantages(episodes_of(rewards, "gghhggii"), mask, credit, scale=scale) for credit in ("return", "episode"))
+    assert torch.equal(a, b) and a.any()
+
+
 def test_turn_credit_by_hand():
     """Return-to-go against the same turn number: turn 0: 3 + 1 against 0 + 2, turn 1: 1 against 2, turn 2 is alone."""
     mask = torch.tensor([[1, 0, 1, 0, 0], [1, 0, 1, 0, 1]])

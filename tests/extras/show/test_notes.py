@@ -16,6 +16,7 @@ import dpo
 import grpo
 import reward_weighted
 import sft
+from agent import Trajectory
 from envs.tasks import train_and_held_out
 from core.run import headline
 from extras.show import bars
@@ -24,6 +25,7 @@ from core.config import options
 from extras.stop import Stop
 from extras.exact.process import Signals
 from core.tiny import make_tiny
+from layers import Run
 
 SMALL = ["--env", "equations", "--lora_r", 2, "--dtype", "float32", "--max_tokens", 256, "--max_new_tokens", 16, "--max_turns", 2, "--eval_tasks", 3]
 STEPS = ["--max_steps", 2, "--tasks_per_step", 2, "--group_size", 2]
@@ -250,6 +252,25 @@ def test_a_flag_without_effect_beside_the_others_is_said_to_be_one(config, words
     """An ablation over it found two equal runs, and nothing said why."""
     settled = sys.modules[type(config).__module__].settle(config)
     assert notes.idle_notes(settled) == ([f"note: with {words}"] if words else [])
+
+
+@pytest.mark.parametrize("turns, is_said, options", [
+    ([[0.0, 0.0, 1.0], [0.0]], True, {}), ([[-0.5, 0.5], [-1.0]], True, {"reward_bias": 1.0}), ([[0.0, -1.0]], True, {"reward_scaling": -1.0}),
+    ([[0.5, 0.0, 1.0], [0.0]], False, {}), ([[1.0], [0.0]], False, {}), ([[0.0, 0.0], [0.0, 0.0]], False, {}),
+    ([[0.0, 0.0, 1.0], [0.0]], False, {"credit": "return"}), ([[0.0, 0.0, 1.0], [0.0]], False, {"credit": "episode"})])
+def test_credit_by_process_where_the_reward_comes_at_the_end_alone_is_noted(turns, is_said, options):
+    config = grpo.Config(**{"credit": "process", **options})
+    note = notes.credit_note(config, [SimpleNamespace(rewards=rewards) for rewards in turns])
+    assert bool(note) == is_said and (note is None or "each further turn then costs" in note and "--credit return" in note)
+
+
+def test_that_note_is_said_once_a_run(tmp_path, capsys):
+    run = Run(grpo.Config(output_dir=str(tmp_path), credit="process"), "grpo")
+    run.begin()
+    for _ in range(2):
+        run.log_episodes([Trajectory(rewards=[0.0, 1.0], info={"success": True, "env": "e"})])
+    assert capsys.readouterr().out.count("note: --credit process") == 1
+    assert "process: where they come at the end alone, each further turn costs" in options(grpo.Config)["credit"].help
 
 
 def test_sft_is_advised_where_an_expert_can_be_imitated():
