@@ -21,7 +21,7 @@ from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, f
 from envs.tasks import RolloutFlags
 from layers import Run
 import agent_program
-from extras.hints.command_line import SYNONYMS, parse
+from extras.hints.command_line import NOT_HERE, SYNONYMS, parse
 from extras.memory import MemoryFlags
 
 
@@ -271,11 +271,67 @@ def test_names_of_other_libraries_are_known(line, hint):
     assert parse(Toy, ["--num_generations", "4"]).group_size == 4
 
 
-@pytest.mark.parametrize("name", ["logging_steps", "warmup_ratio", "lr_scheduler_type", "report_to", "padding_free",
-                                  "delta", "steps_per_generation", "mask_truncated_completions"])
+@pytest.mark.parametrize("name", ["delta", "steps_per_generation", "mask_truncated_completions"])
 def test_what_is_not_here_is_not_called_by_another_name(name):
     with pytest.raises(UserError, match=f"unknown option --{name}; --help lists them"):
         parse(grpo.Config, [f"--{name}", "1"])
+
+
+@pytest.mark.parametrize("module", [sft, grpo, dpo, reward_weighted, agent_program])
+@pytest.mark.parametrize("name, words", [
+    ("report_to", "metrics.jsonl"), ("logging_steps", "every step"), ("lr_scheduler_type", "tenth of the steps"), ("warmup_ratio", "tenth of the steps"),
+    ("device", "CUDA_VISIBLE_DEVICES"), ("deepspeed", "torchrun"), ("push_to_hub", "hf upload"), ("packing", "similar length"),
+    ("optim", "AdamW"), ("save_total_limit", "the last two"), ("trust_remote_code", "never run"), ("ref_model", "started from")])
+def test_a_flag_of_what_is_not_here_is_answered_with_a_sentence(module, name, words):
+    for argv in ([f"--{name}", "x"], [f"--{name}=x"], [f"--{name.replace('_', '-')}"]):
+        with pytest.raises(UserError, match=f"^unknown option --{name}; .*{words}"):
+            parse(module.Config, argv)
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "system_prompt", "serve"])
+def test_a_flag_of_the_agent_is_no_missing_layer_of_a_training_program(name):
+    with pytest.raises(UserError, match=f"^unknown option --{name}; .*agent.py"):
+        parse(grpo.Config, [f"--{name}", "1"])
+
+
+def test_all_unknown_flags_are_answered_at_once(tmp_path):
+    line = "--report_to wandb --lr 3 --seed 1 --warmup_ratio=.1 --zzzz --learning-rat 1 --lr_scheduler_type cosine --bf16 --lr 4"
+    says = refusal(*line.split())
+    assert re.fullmatch(r"unknown options: --report_to \(a run [^()]*\); --lr, --learning_rat \(did you mean --learning_rate\?\); --warmup_ratio, --lr_scheduler_type "
+                        r"\(the rate [^()]*\); --zzzz, --bf16 \(--help lists them\)", says), says
+    # A word that is neither an option nor the value of one is told first.
+    assert refusal("--lr", "3", "x", "--zzzz") == "unexpected argument x; options are written --name value"
+    path = tmp_path / "theirs.yaml"
+    path.write_text("seed: 1\nlr: 3\npush_to_hub: true\n")
+    assert re.fullmatch(rf"{path}:2: unknown options: lr \(did you mean learning_rate\?\); push_to_hub \(.*hf upload.*\)", refusal("--config", str(path)))
+
+
+def test_what_is_not_here_is_none_of_our_flags():
+    ours = set().union(*(options(module.Config) for module in (grpo, dpo, sft, reward_weighted)))
+    words = {word.partition("=")[0] for meant, synonyms in SYNONYMS.items() if meant != "extras/serve" for word in synonyms}
+    assert not NOT_HERE.keys() & (ours | words) and len(NOT_HERE) > 150
+    # They stand in brackets where several flags are unknown.
+    assert all(sentence and not set("()") & set(sentence) for sentence in NOT_HERE.values())
+
+
+def test_a_file_without_a_class_is_answered_with_its_classes(tmp_path, monkeypatch):
+    """Nothing of the file runs: a config file does not choose code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("1 / 0\nfrom there import Theirs\nclass Helper:\n    x = 1\nclass Guess:\n    def reset(self): ...\n"
+                                      "class Later:\n    async def reset(self): ...\nclass Harder(Guess): pass\n")
+    (tmp_path / "e.yaml").write_text("env: mine.py\n")
+    listed = "name a class of the file: mine.py:Guess or mine.py:Later or mine.py:Harder"
+    for argv, env in (["--env", "mine.py"], "mine.py"), (["--env=equations, mine.py"], "mine.py"), (["--env", "mine.py:Gues"], "mine.py:Gues"), (["--config", "e.yaml"], "mine.py"):
+        with pytest.raises(UserError, match=f"^--env {env}: {listed}$"):
+            parse(grpo.Config, argv)
+    for env in ("mine.py:Harder", "mine.py:Theirs", "nowhere.py"):
+        assert parse(grpo.Config, ["--env", env]).env == env
+    (tmp_path / "mine.py").write_text("class A(:\n")
+    with pytest.raises(UserError, match="^mine.py:1: cannot be read"):
+        parse(grpo.Config, ["--env", "mine.py"])
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    with pytest.raises(UserError, match="there is none with reset"):
+        parse(grpo.Config, ["--env", "mine.py"])
 
 
 def test_every_synonym_stands_once_and_means_a_flag():

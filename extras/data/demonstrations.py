@@ -20,6 +20,9 @@ from episodes import read_split
 from extras.data.recorded import recorded_ids
 
 CONVERSATIONS = {"messages", "conversations", "completion", "output"}
+# What others call the columns of a prompt and of its completion.
+OTHER_NAMES = {"prompt": ("prompt", "question", "query", "problem", "input", "user"),
+               "completion": ("answer", "response", "solution", "target", "reply", "assistant")}
 TEXT = "text"  # the role of the one message of a row that is a text, not a conversation
 
 
@@ -101,9 +104,14 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
         return env._conversation(row)
     if isinstance(row.get("text"), str):
         return [{"role": TEXT, "content": row["text"]}]
-    need(row, "messages", otherwise="nor another form: {conversations}, {prompt, completion}, "
-                                    "{instruction, output}, {text}; rows of an environment's own "
-                                    "form need its --env, tasks --tasks")
+    forms = "nor another form: {conversations}, {prompt, completion}, {instruction, output}, {text}"
+    columns = []
+    for ours, others in OTHER_NAMES.items():
+        columns += [f"{ours}={name}" for name in row if name.lower() in others][:1]
+    if len(columns) == len(OTHER_NAMES):
+        forms = f"name its columns: --fields {','.join(columns)}"
+    need(row, "messages", otherwise=f"{forms}; rows of an environment's own form need its --env, "
+                                    "tasks --tasks")
 
 
 def prompt_in(row: dict) -> list[dict] | None:

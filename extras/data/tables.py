@@ -3,10 +3,12 @@ import ast
 import csv
 import json
 import math
+import os
 import re
 from collections import Counter
 from contextlib import suppress
 
+from envs import ENVS
 from envs.task_files import json_rows
 from core.data import lines_of, parse_object, read_text
 from core.config import UserError, reading
@@ -257,8 +259,15 @@ def refuse(source):
     """Raise UserError for a source that none of READERS reads."""
     # The text of an object that Python code gave may have several lines.
     named = source.partition("\n")[0]
-    raise UserError(f"{named}: unknown type; use .jsonl (one JSON object a line), .json (a list), "
-                    ".csv (with a header), .parquet or hub:owner/name")
+    name = named.rpartition("/")[2].lower()
+    meant = []
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:.+)?", named) and not os.path.exists(named):
+        meant.append(f"a data set of the hub is written hub:{named}")
+    if name in ENVS:
+        meant.append(f"--env {name} plays the tasks of that name, without --dataset")
+    meant.append("use .jsonl (one JSON object a line), .json (a list), .csv (with a header), "
+                 ".parquet or hub:owner/name")
+    raise UserError(f"{named}: unknown type; {'; '.join(meant)}")
 
 
 # By the end or the beginning of a source. Every one ends with the last.

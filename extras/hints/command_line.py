@@ -1,5 +1,6 @@
 """The command line and YAML files of options: where an input is wrong, and what was meant by it."""
 import argparse
+import ast
 import os
 import re
 import shlex
@@ -10,9 +11,14 @@ from pathlib import Path
 import yaml
 
 from core.config import CODE, KINDS, ONCE, UserError, convert, nearest, options, reading
+from extras.presence import has
 
 LINES = Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines()
 SYNONYMS = {meant: words.split() for meant, words in (line.split(": ") for line in LINES)}
+NOT_HERE = {}  # a flag of another library or program -> the sentence that answers it
+for entry in re.split(r"\n(?! )", Path(__file__).with_name("not_here.txt").read_text("utf-8")):
+    names, _, sentence = entry.partition(":")
+    NOT_HERE |= dict.fromkeys(names.split(), " ".join(sentence.split()))
 # extras/data fills it: how a list of a flag in YAML becomes text.
 YAML_LISTS = {}
 
@@ -25,11 +31,7 @@ def parse(config_class, argv, description=""):
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: needs a value") from None
     if unknown:
-        option = unknown[0].partition("=")[0]
-        if not option.startswith("--") or option == "--":
-            raise UserError(f"unexpected argument {unknown[0]}; options are written --name value")
-        known = [*_names(flags), "config", "help"]
-        raise _unknown(option[2:].replace("-", "_"), known, prefix="--")
+        raise _unexpected(unknown, [*_names(flags), "config", "help"])
     values = {}
     for path in given.config:
         values.update(_yaml_values(path, flags))
@@ -49,6 +51,8 @@ def parse(config_class, argv, description=""):
         # None means that an auto flag was not given. There "none" is a value like others.
         is_none = option.optional and not option.auto and text.lower() in ("none", "null")
         values[name] = convert(None if is_none else text, option, f"--{name}")
+    for name in str(values.get("env")).split(","):
+        _check_file(name.strip())
     return config_class(**values)
 
 
@@ -101,18 +105,22 @@ def _names(flags):
 
 def _yaml_values(path, flags):
     """Return {field name: checked value} of a YAML file."""
-    names, values = _names(flags), {}
+    names, values, unknown = _names(flags), {}, {}
     for line, key, value in read_yaml(path):
         place, name = f"{path}:{line}", names.get(key)
         if not name:
-            if f"{key}={value}" in chain(*SYNONYMS.values()):
-                continue  # a layer's flag that asks for nothing, in a run made where the layer was
-            raise _unknown(key, names, f"{place}: ")
+            # Ignored: a layer's flag that asks for nothing, of a run made where the layer was.
+            if f"{key}={value}" not in chain(*SYNONYMS.values()):
+                unknown[key] = place
+            continue
         if name in ONCE:
             raise UserError(f"{place}: {key} is given on the command line only: --{name}")
         if name in values:
             raise UserError(f"{place}: {key} is given twice")
         values[name] = convert(value, flags[name], f"{place}: {key}")
+    if unknown:
+        first, *_ = unknown.values()
+        raise _unknown(list(unknown), names, f"{first}: ")
     return values
 
 
@@ -136,13 +144,57 @@ def read_yaml(path):
         yield key.start_mark.line + 1, key.value, value
 
 
-def _unknown(name, known, place="", prefix=""):
-    """Return the UserError for an unknown flag: what was meant, by meaning or else by spelling."""
-    hint = nearest(name, known, prefix)
+def _check_file(env):
+    """Raise UserError if an environment is a file without one of its classes. Nothing is run."""
+    path, _, wanted = env.partition(":")
+    if not (path.endswith(".py") and os.path.isfile(path)):
+        return
+    with reading(path):
+        text = Path(path).read_text("utf-8")
+        classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    if wanted and re.search(rf"\b{re.escape(wanted)}\b", text):
+        return
+    # A class with a base may inherit its reset().
+    found = [f"{path}:{node.name}" for node in classes
+             if node.bases or any(getattr(item, "name", "") == "reset" for item in node.body)]
+    names = " or ".join(found) or "there is none with reset() (envs/template.py is an example)"
+    raise UserError(f"--env {env}: name a class of the file: {names}")
+
+
+def _unexpected(words, known):
+    """Return the UserError for what no flag takes. The word after an unknown flag is its value."""
+    unknown = []
+    for before, word in zip(["", *words], words):
+        if re.match("--.", word):
+            unknown.append(word[2:].partition("=")[0].replace("-", "_"))
+        elif not before.startswith("--"):
+            return UserError(f"unexpected argument {word}; options are written --name value")
+    return _unknown(unknown, known, prefix="--")
+
+
+def _unknown(names, known, place="", prefix=""):
+    """Return the UserError for unknown flags, which answers all of them."""
+    names = dict.fromkeys(names)
+    answers = {}  # flags with the same answer stand together
+    for name in names:
+        answers.setdefault(_answer(name, known, prefix), []).append(prefix + name)
+    if len(names) > 1:
+        words = "; ".join(f"{', '.join(same)} ({answer})" for answer, same in answers.items())
+        return UserError(f"{place}unknown options: {words}")
+    [(answer, [name])] = answers.items()
+    if answer.startswith("needs "):
+        return UserError(f"{place}{name} {answer}")
+    return UserError(f"{place}unknown option {name}; {answer}")
+
+
+def _answer(name, known, prefix):
+    """Return what is said of an unknown flag: what was meant, by meaning or else by spelling."""
     for meant, synonyms in SYNONYMS.items():
-        names = [word.partition("=")[0] for word in synonyms]
-        if name in names and "/" in meant:
-            return UserError(f"{place}{prefix}{name} needs {meant}, which is not here")
-        if name in names and meant.split()[0] in known:
-            hint = f"did you mean {prefix}{meant}?"
-    return UserError(f"{place}unknown option {prefix}{name}; {hint}")
+        layer = meant.removeprefix("extras/")
+        if name not in [word.partition("=")[0] for word in synonyms]:
+            continue
+        if layer != meant and not (name in NOT_HERE and has(layer)):
+            return f"needs {meant}, which is not here"
+        if meant.split()[0] in known:
+            return f"did you mean {prefix}{meant}?"
+    return NOT_HERE.get(name) or nearest(name, known, prefix)

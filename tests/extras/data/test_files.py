@@ -62,6 +62,16 @@ def test_paths_that_are_no_task_file(tmp_path):
         assert str(error.value) == f"{path}: {says}"
 
 
+@pytest.mark.parametrize("source, says", [
+    ("gsm8k", "--env gsm8k plays the tasks of that name, without --dataset; use"), ("GSM8K", "--env gsm8k plays"), ("equations", "--env equations plays"),
+    ("trl-lib/Capybara", "a data set of the hub is written hub:trl-lib/Capybara; use"), ("a/b:main:test", "a data set of the hub is written hub:a/b:main:test; use"),
+    ("openai/gsm8k", "a data set of the hub is written hub:openai/gsm8k; --env gsm8k plays"), ("imdb", "use .jsonl"), ("/a/b", "use .jsonl")])
+def test_the_name_of_a_data_set_or_of_an_environment_is_no_file(source, says):
+    with pytest.raises(UserError) as error:
+        read_rows(source)
+    assert str(error.value).startswith(f"{source}: unknown type; {says}")
+
+
 def test_the_first_row_is_read_without_the_others(tmp_path):
     for name, data in (("x.jsonl", GOOD + "no JSON\n"), ("x.csv", 'a,b\n1,2\n1,2,3\n')):
         rows = rows_of(write(tmp_path, data, name))

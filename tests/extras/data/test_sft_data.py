@@ -436,12 +436,21 @@ def test_a_file_is_imitated_as_a_dataset_and_played_as_tasks(tokenizer, tmp_path
     for env in (None, "equations"):
         with pytest.raises(UserError) as caught:
             read(path, tokenizer, env=env)
-        assert str(caught.value) == (f'{path}:1: no "messages" field; has: question, answer; nor another form: {{conversations}}, {{prompt, completion}}, {{instruction, output}}, {{text}}; '
+        assert str(caught.value) == (f'{path}:1: no "messages" field; has: question, answer; name its columns: --fields prompt=question,completion=answer; '
                                      "rows of an environment's own form need its --env, tasks --tasks")
+    assert read(path, tokenizer, env=None, fields="prompt=question,completion=answer")
     path = write(tmp_path, [{"equation": f"x + {b} = 9"} for b in range(1, 40)])
     assert read(None, tokenizer, tasks=path)[0].rewards
     with pytest.raises(UserError, match="has: equation; nor another form: .*; rows of an environment's own form need its --env, tasks --tasks"):
         read(path, tokenizer)
+
+
+@pytest.mark.parametrize("row, fields", [
+    ({"Question": "a", "Answer": "b"}, "prompt=Question,completion=Answer"), ({"id": 1, "response": "b", "query": "a"}, "prompt=query,completion=response"),
+    ({"problem": "a", "solution": "b", "answer": "4"}, "prompt=problem,completion=solution"), ({"instruction": "i", "answer": "r"}, None)])
+def test_a_row_of_a_question_and_its_answer_names_the_fields(row, fields):
+    with pytest.raises(ValueError, match=f"name its columns: --fields {fields};" if fields else "nor another form: "):
+        messages_in(row, None)
 
 
 @pytest.mark.parametrize("flag, row, says", [
