@@ -149,6 +149,7 @@ for line in sys.stdin:
         continue
     os.chdir(folder)
     sys.path[0] = folder
+    sys.stdin = open(os.devnull)
     for descriptor, name in enumerate(streams, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
     status = 0
