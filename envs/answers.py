@@ -1,7 +1,9 @@
-"""Comparing answers in text: which are accepted, and what counts as the same words."""
+"""Answers in text: which are accepted, what is in a box, and what counts as the same words."""
 import re
 import string
 import unicodedata
+
+from core.tool_calls import after_thought
 
 # Punctuation of all languages, and as in SQuAD the symbols of ASCII.
 MARKS = re.escape(string.punctuation + "".join(
@@ -12,6 +14,11 @@ PUNCTUATION = re.compile(
 # Full-width forms, the dash and the minus sign, and Arabic's point and thousands mark.
 READ_AS = {**dict(zip(range(0xFF01, 0xFF5F), range(0x21, 0x7F))),
            0x2013: "-", 0x2212: "-", 0x66B: ".", 0x66C: ","}
+# What a box holds without braces: a number, one letter, a command, a formula in parentheses.
+BARE = r"(?=[\d(+-]|\\[a-z]|[A-Za-z](?![A-Za-z]))(?:[^\s${}]|\{[^{}]*\})+"
+# A box, another brace, or one that is escaped and does not count.
+BRACE = re.compile(rf"(?P<box>\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:\{{|(?P<bare>{BARE})|\Z))"
+                   r"|[{}]|\\[{}]|\\\\(?!boxed|fbox|framebox)")
 UNSPACED = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 
 
@@ -26,14 +33,56 @@ def alternatives(reference) -> list[str]:
             for answer in answers if not isinstance(answer, dict | None)]
 
 
+def answer_of(t) -> str:
+    """Return what an episode (agent.Trajectory) answered, or "" if it gave no answer.
+
+    That is the only argument of the call that ended it, or else the last text without its thought.
+    Where a limit ended an episode after a call, such as a search, the call was no answer.
+    """
+    if not t.rewards:
+        return ""
+    last = max(i for i, message in enumerate(t.messages) if message["role"] == "assistant")
+    turn, *results = t.messages[last:]
+    calls = turn.get("tool_calls", [])
+    if t.stop_reason != "done" and (calls or any(m["role"] == "tool" for m in results)):
+        return ""
+    if calls and len(calls[-1]["arguments"]) == 1:
+        [value] = calls[-1]["arguments"].values()
+        return str(value)
+    return after_thought(turn["content"])
+
+
+def boxes(text: str) -> list[tuple[int, int, str | None]]:
+    r"""Return start, end and content of every \boxed{}, \fbox{}, \boxed {} and \boxed 5 in a text.
+
+    Braces are counted. The content is None where the text ends before the box does.
+    """
+    found = []
+    opened = []  # of each open brace the match that opened it
+    for match in BRACE.finditer(text):
+        if match["bare"]:
+            found.append((match.start(), match.end(), match["bare"].rstrip(".,;:")))
+        elif match["box"] or match[0] == "{":
+            opened.append(match)
+        elif match[0] == "}" and opened:
+            opener = opened.pop()
+            if opener["box"]:
+                found.append((opener.start(), match.end(), text[opener.end():match.start()]))
+    return found + [(match.start(), len(text), None) for match in opened if match["box"]]
+
+
+def one_form(text: str) -> str:
+    """Return a text with one form of each letter, digit and sign."""
+    text = unicodedata.normalize("NFC", text).translate(READ_AS)
+    return re.sub(r"\d", lambda digit: str(int(digit[0])), text)
+
+
 def spaced(text: str) -> str:
-    """Return a text without case, with one form of letters and digits, and with spaces in Chinese.
+    """Return a text without case, in one form, and with spaces in Chinese.
 
     Each Chinese or Japanese character becomes a word, as in evaluations of these languages.
     """
-    text = unicodedata.normalize("NFC", text).casefold().translate(READ_AS)
-    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)
-    return UNSPACED.sub(r" \1 ", text)
+    return UNSPACED.sub(r" \1 ", one_form(text).casefold())
 
 
 def normalized(text: str) -> list[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import envs
+from envs.answers import boxes
 from envs.task_files import read_rows
 from core.data import shuffled
 from core.config import UserError
@@ -45,7 +46,6 @@ NUMBER = re.compile(r"[+-]?(\\?\$)?([0-9]{1,3}(,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(\
 PARSING = threading.Lock()
 # Python 3.12 warns of unknown escapes in the model's code, between the lines of a run.
 warnings.filterwarnings("ignore", module="<unknown>")
-BOXED = re.compile(r"\\boxed\{([^}\n]*)\}?")
 
 
 def parse(code: str, mode: str = "exec") -> ast.AST:
@@ -135,10 +135,15 @@ def _number(text: str) -> Decimal | None:
 def _marked(text: str) -> set:
     """Return the values that the text marks as its answer; None stands for what is no number.
 
-    They are the rest of each "####" line and the contents of each \\boxed{}.
+    They are the rest of each "####" line and the contents of each box.
     """
-    lines = re.findall(r"####([^\n]*)", BOXED.sub(r"\1", text))
-    return set(map(_number, BOXED.findall(text) + lines))
+    marks = [content or "" for _, _, content in boxes(text)]
+    for line in re.findall(r"####([^\n]*)", text):
+        # The whole line counts, and a box in it as what it holds.
+        for start, end, content in reversed(boxes(line)):
+            line = line[:start] + (content or "") + line[end:]
+        marks.append(line)
+    return set(map(_number, marks))
 
 
 class GSM8K:

@@ -11,7 +11,8 @@ An episode is paid the sum of weight x value; a weight that is not given is 1. A
 the last turn, a list turn by turn. "environment" is what the environment pays. A veto takes all
 positive rewards of an episode whose value is 0. Values are logged as reward/NAME, without weights.
 
-The functions are in functions.py, and how those with TRL's signature are called in trl.py.
+The functions are in functions.py, `exact` and what an answer is in exact.py, and how those with
+TRL's signature are called in trl.py.
 """
 import envs
 

@@ -12,62 +12,24 @@ from importlib.util import find_spec
 from itertools import groupby
 
 import envs
-from envs.answers import alternatives, normalized, spaced
+from envs.answers import spaced
 from envs.calls import awaited, message_of, needed
 from envs.files import module_at
+from extras.rewards.exact import exact, final_answer, references_of
 from extras.rewards.trl import as_trl, is_of_trl, turns_of
 from core.config import UserError, nearest, reading, say_once
 from core.data import is_finite
-from core.tool_calls import after_thought
 
 NGRAM = 3  # words of what counts as repeated
 # How it was done: it does not say that a task was solved.
 MANNERS = ("format", "tool_used", "length", "repetition")
 SOFT_SHARE = 0.2  # of a turn's budget: DAPO's 4,096 of 20,480 tokens
-BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # such as {\sqrt{3}}
-ANSWERS = re.compile(rf"<answer>(.*?)</answer>|\\boxed\{{((?:[^{{}}]|{BRACES})*)\}}", re.DOTALL)
-# As in DAPO, with Markdown around it, and in GSM8K.
-LAST = re.compile("^[^\\w\n]*answer[*_ ]*[:\uff1a]|####", re.MULTILINE | re.IGNORECASE)
 
 
 # ---------------------------------------------------------------------------------------- built in
 def environment(t) -> list[float]:
     """What the environment pays, turn by turn."""
     return t.rewards
-
-
-def answer_of(t) -> str:
-    """Return an episode's final answer: the only argument of its last call, or in its last text.
-
-    What a thought says is no answer.
-    """
-    last = t.messages[turns_of(t)[-1]]
-    for call in last.get("tool_calls", [])[-1:]:
-        if len(call["arguments"]) == 1:
-            [value] = call["arguments"].values()
-            return str(value)
-    return marked(after_thought(last["content"]))
-
-
-def marked(text: str) -> str:
-    """Return what <answer></answer>, \\boxed{}, "####" or "Answer:" marks, or all of a text."""
-    answers = ANSWERS.findall(text)
-    # One may stand in another: <answer>\boxed{3}</answer>.
-    return marked("".join(answers[-1])) if answers else LAST.split(text)[-1]
-
-
-def references_of(t) -> list[str]:
-    """Return what the task's column "answer" or "solution" accepts: it, and each item of a list."""
-    task = t.info["task"]
-    return [marked(text) for text in alternatives(task.get("answer", task.get("solution")))]
-
-
-def exact(t) -> float | None:
-    """1 if the final answer equals the reference: SQuAD's exact match (arXiv 1606.05250)."""
-    # A reference without a word would pay for silence.
-    references = list(filter(None, map(normalized, references_of(t))))
-    if references:
-        return float(normalized(answer_of(t)) in references)
 
 
 def well_formed(t) -> float:
@@ -121,11 +83,11 @@ def math_verify(t) -> float | None:
     golds = list(filter(None, [parse(f"\\boxed{{{text}}}") for text in references_of(t)]))
     if not golds:
         return None
-    answer = answer_of(t).strip("*_` \n")
-    given = [parse(f"\\boxed{{{answer.removesuffix('.')}}}")]
+    text = final_answer(t).strip("*_` \n")
+    given = [parse(f"\\boxed{{{text.removesuffix('.')}}}")]
     # Among words the answer may stand anywhere. A formula counts as a whole: 2x + 3 is no 2.
-    if "$" in answer or re.search(r"(?<!\\)\b[A-Za-z]{3}", answer):
-        given.append(parse(answer))
+    if "$" in text or re.search(r"(?<!\\)\b[A-Za-z]{3}", text):
+        given.append(parse(text))
     return float(any(verify(gold, one) for gold in golds for one in given))
 
 

@@ -3,7 +3,8 @@
     POST /v1/chat/completions   messages, tools, tool_choice, stream, seed, stop
     POST /v1/completions        token ids in and out
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter     {"lora_name", "lora_path"}
-    POST /solve                 {"problem"}: the agent plays its environment, its tools really run
+    POST /solve                 {"problem"}: the agent plays its environment, its tools really run;
+                                "solution" is what it answered, in text or by its last call
     GET  /v1/models, /healthz
 
 Another machine's run can have its episodes sampled here: `grpo.py --sampler http://host:8000`.

@@ -27,6 +27,7 @@ from core.chat import Chat
 from core.model import newest
 from core.config import UserError, mix
 from core.tool_calls import parse_tool_calls
+from envs.answers import answer_of
 from extras.background import promised
 from extras.data.recorded import recorded_ids, split_thought
 from extras.serve.player import Choice, Player
@@ -210,7 +211,7 @@ class Server:
             choice.limit = 0
 
     async def solve(self, body: Problem):
-        """Play an episode of the environment with the task that the problem states."""
+        """Play an episode with the task that the problem states. The solution is its answer."""
         episode = await to_thread(self.begin, body.problem)
         t = episode.trajectory
         while episode.can_take_turn:
@@ -222,14 +223,11 @@ class Server:
         fault = t.info.get("error") or t.info.get("not_finite")
         if fault:
             raise HTTPException(500, fault)
-        solution, success = "", t.info["success"]
+        success = t.info["success"]
         if None in t.info["task"].values():
             # A question whose right answer nobody gave is neither solved nor failed.
             success = None
-        for message in t.messages:
-            if message["role"] == "assistant":
-                solution = message["content"]
-        return {"solution": solution, "reward": t.reward, "success": success,
+        return {"solution": answer_of(t).strip(), "reward": t.reward, "success": success,
                 "stop_reason": t.stop_reason, "transcript": t.messages}
 
     def models(self):

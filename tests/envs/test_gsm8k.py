@@ -135,6 +135,7 @@ def test_numbers(text, want):
 @pytest.mark.parametrize("text, right", [
     ("#### 72", True), ("48 + 24 = 72\n#### 72\n", True), ("So \\boxed{72}.", True), ("#### $72.00", True), ("####72", True),
     ("#### \\boxed{72}", True), ("\\boxed{72}\n#### 72.0", True), ("#### 72\r\n", True), ("\\boxed{\\$72}", True),
+    ("\\fbox{72}", True), ("\\boxed {72}", True), ("$\\boxed 72$", True), ("#### \\boxed 72", True), ("\\boxed{72", False), ("#### \\boxed{72", False), ("\\boxed{\\boxed{73}} 72", False),
     ("", False), ("72", False), ("The answer is 72", False), ("#### ", False), ("####", False), ("#### 73", False),
     ("#### 72 or 73", False), ("#### 72, 73", False), ("#### 72\n#### 73", False), ("#### 73\n#### 72", False),
     ("\\boxed{72} or \\boxed{73}", False), ("\\boxed{73}\n#### 72", False), ("#### 72 \\boxed{73}", False),

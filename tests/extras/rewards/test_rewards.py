@@ -55,7 +55,7 @@ def call(name, **arguments):
     ("<think>\n6? <answer>5</answer>\n</think>\n\n7", "\n\n7"), ("7? \\boxed{6}</think>7", "7"), ("<think>\n\\boxed{7}", ""),
     ([call("answer", value=6), call("answer", value=7)], "7"), ([call("answer", value=7, unit="m")], "")])
 def test_the_final_answer(text, answer):
-    assert rewards.answer_of(said("<answer>0</answer>", text)) == answer
+    assert rewards.final_answer(said("<answer>0</answer>", text)) == answer
 
 
 @pytest.mark.parametrize("text, task, value", [

@@ -789,19 +789,29 @@ def test_solve_plays_an_episode_with_the_problem(served):
     chat = served.visit.chat
     env = cls()
     env.reset(**cls._from_text("2x+1=7"))
-    turns, told = [], []
+    turns, told, call = [], [], None
     while (turn := env._expert()) and not isinstance(turn, str):
         told.append(getattr(env, turn[0]["name"])(**turn[0]["arguments"]))
         turns.append(chat.turn("", turn))
+        call = turn[0]
         if env.done:
             break
     served.script[:] = turns
     solution = served.client.post(f"{served.url}/solve", body={"problem": "2x + 1 = 7"}, cast_to=object)
     assert solution["success"] is True and solution["reward"] > 0
+    assert call["name"] == "state_answer" and solution["solution"] == "3"  # its last turn has no text
     assert [m["content"] for m in solution["transcript"] if m["role"] == "tool"] == told
     assert [m["role"] for m in solution["transcript"]].count("assistant") == len(turns)
     with pytest.raises(openai.BadRequestError, match="is not an equation"):
         served.client.post(f"{served.url}/solve", body={"problem": "what is love"}, cast_to=object)
+
+
+def test_the_solution_is_the_answer_and_no_call_that_a_limit_cut(served, monkeypatch):
+    chat = served.visit.chat
+    call = chat.turn("x is 3?", [{"name": "identify_operation", "arguments": {"operation": "add"}}])
+    for turns, solution in (([chat.turn("<think>\n4?\n</think>\n\nx = 3", [])], "x = 3"), ([call] * 99, "")):
+        served.script[:] = turns
+        assert solve(served, monkeypatch)["solution"] == solution
 
 
 def solve(served, monkeypatch, cls=None, **options):
