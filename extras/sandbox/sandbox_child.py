@@ -10,7 +10,8 @@ So only modules that load fast are imported: of Python's json only what writes t
 Three layers, none of which needs root:
 
     rlimits     memory, CPU seconds, the size of a file, open descriptors
-    Landlock    of all files only the standard library and shared libraries can be read
+    Landlock    of all files only the standard library and shared libraries can be read, and no
+                package that is installed
     seccomp     of all system calls only those of SYSCALLS can be made
 """
 import marshal
@@ -63,7 +64,7 @@ EPERM, ENOSYS = 1, 38
 LOAD, EQUAL, AT_LEAST, ANY, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
 NUMBER, ARCH, THIRD = 0, 4, 32  # offsets in seccomp_data
 
-READ_FILE, READ = 0b100, 0b1100  # Landlock: read a file; that, and list a folder
+READ_FILE, LIST, READ = 0b100, 0b1000, 0b1100  # Landlock: read a file, list a folder, both
 ALL = (1 << 13) - 1  # all that the first Landlock (Linux 5.13) knows; seccomp refuses the rest
 
 
@@ -104,12 +105,13 @@ def confine(limits: dict, parent: int):
     checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
     checked(libc.capset(pack("<Q", 0x20080522), bytes(24)), "capset")
     ruleset = checked(libc.syscall(444, pack("<Q", ALL), 8, 0), "Landlock")
-    for path in readable():
-        if os.path.exists(path):
+    for path, access in readable().items():
+        try:
             fd = os.open(path, os.O_PATH)
-            access = READ if os.path.isdir(path) else READ_FILE
-            checked(libc.syscall(445, ruleset, 1, pack("<QI", access, fd), 0), "Landlock")
-            os.close(fd)
+        except FileNotFoundError:
+            continue
+        checked(libc.syscall(445, ruleset, 1, pack("<QI", access, fd), 0), "Landlock")
+        os.close(fd)
     checked(libc.syscall(446, ruleset, 0), "Landlock")
     os.close(ruleset)
     instructions = seccomp_filter(*MACHINES[machine])
@@ -118,12 +120,39 @@ def confine(limits: dict, parent: int):
     checked(libc.prctl(22, 2, program, 0, 0), "seccomp")
 
 
-def readable() -> list[str]:
-    """Return what the code may read: Python's library, shared libraries, time zones."""
-    paths = ["/etc/ld.so.cache", "/usr/share/zoneinfo"]
-    for root in (sys.base_prefix, "/usr", "/"):
-        paths += [os.path.join(root, "lib"), os.path.join(root, "lib64")]
+def readable() -> dict[str, int]:
+    """Return path -> access of what the code may read: Python's library, shared libraries, zones.
+
+    Both stand beside installed packages, of which the program that trains may be one, with the
+    solutions of its tasks. So each entry of their folders is allowed by its name.
+    """
+    library = os.path.dirname(os.__file__)
+    # An import lists the folder.
+    paths = {library: LIST, "/etc/ld.so.cache": READ_FILE, "/usr/share/zoneinfo": READ}
+    paths |= entries(library, is_standard)
+    for root in (sys.base_prefix, "/usr", ""):
+        paths |= entries(f"{root}/lib", is_shared) | entries(f"{root}/lib64", is_shared)
     return paths
+
+
+def entries(folder: str, is_allowed) -> dict[str, int]:
+    """Return path -> access of those in a folder whose name is allowed; {} if it is no folder."""
+    if not os.path.isdir(folder):
+        return {}
+    with os.scandir(folder) as found:
+        return {entry.path: READ if entry.is_dir() else READ_FILE
+                for entry in found if is_allowed(entry.name)}
+
+
+def is_standard(name: str) -> bool:
+    """True for an entry of the standard library's folder: what is installed there is none."""
+    return (name.partition(".")[0] in sys.stdlib_module_names
+            or name in ("lib-dynload", "__pycache__") or name.startswith("_sysconfigdata_"))
+
+
+def is_shared(name: str) -> bool:
+    """True for a shared library, a folder with those of one kind of machine, and the locales."""
+    return ".so" in name or name.endswith(("-linux-gnu", "-linux-musl")) or name == "locale"
 
 
 def seccomp_filter(column: int, arch: int) -> bytes:

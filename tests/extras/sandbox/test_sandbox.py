@@ -1,5 +1,6 @@
 """extras/sandbox/sandbox.py: what a model's code may do, what every attack comes to (as root and as an ordinary user), what a call costs and leaves."""
 import ctypes
+import glob
 import json
 import math
 import multiprocessing
@@ -22,6 +23,7 @@ import pytest
 
 from extras.sandbox import sandbox, sandbox_child
 from extras.sandbox.sandbox import CHILD, OUTPUT, run, same
+from extras.sandbox.sandbox_child import READ_FILE, entries, is_standard, readable
 from core.config import UserError
 
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
@@ -385,6 +387,26 @@ def test_attack(scene, name):
 LOAD = 2.0  # what other work on the machine may add
 
 
+def test_no_installed_package_is_read(scene, tmp_path):
+    """Where this project is installed, the solutions of its tasks lie there. The standard library beside them is read."""
+    import site
+    library = Path(os.__file__).parent
+    folders = {Path(folder) for folder in (*site.getsitepackages(), *glob.glob(f"{sys.base_prefix}/lib*/python3*/*-packages"), *glob.glob("/usr/lib*/python3*/*-packages"), *glob.glob("/usr/local/lib*/python3*/*-packages"))}
+    files = [str(file) for folder in folders for file in sorted(folder.glob("*/*.py"))[:2] + sorted(folder.glob("*.py"))[:2]]
+    assert any(file.startswith(sys.base_prefix) for file in files), "pip, at least"
+    body = "got = []\nfor name in NAMES:\n    try:\n        got.append(open(name).read(1))\n    except PermissionError:\n        pass\nreturn got".replace("NAMES", repr(files))
+    read = scene.attack("def attack():\n" + "".join(f"    {line}\n" for line in body.split("\n")))
+    assert read.outcomes[0]["value"] == []
+    allowed = [path for path, access in readable().items() if access & READ_FILE]
+    assert not [path for path in allowed for file in files if Path(file).resolve().is_relative_to(Path(path).resolve())]
+    assert {str(library / name) for name in ("os.py", "json", "lib-dynload")} <= set(allowed)
+    (tmp_path / "site-packages").mkdir()
+    for name in ("json.py", "mine.py", "mine.cpython-311.so", "_sysconfigdata_x.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "json2").symlink_to("nowhere")
+    assert {os.path.basename(path) for path in entries(str(tmp_path), is_standard)} == {"json.py", "_sysconfigdata_x.py"} and entries("nowhere", is_standard) == {}
+
+
 @pytest.mark.parametrize("user", USERS)
 def test_what_may_be_read_is_not_emptied(user, monkeypatch):
     """Opened to be read and truncated: a user's own library, as a conda or pyenv has it, lost its contents by that."""
@@ -392,7 +414,7 @@ def test_what_may_be_read_is_not_emptied(user, monkeypatch):
     child = os.path.join(scene.folder, "sandbox_child.py")
     text = CHILD.read_text()
     assert "    return paths" in text
-    Path(child).write_text(text.replace("    return paths", f"    return [{scene.folder!r}, *paths]"))
+    Path(child).write_text(text.replace("    return paths", f"    return paths | {{{scene.folder!r}: READ}}"))
     if user != "nobody":
         monkeypatch.setattr(sandbox, "COMMAND", [*sandbox.COMMAND[:-1], child])
     for way in ("os.open(SECRET, os.O_RDONLY | os.O_TRUNC)", "syscall((257, 56), -100, SECRET.encode(), os.O_TRUNC | os.O_CLOEXEC)",
