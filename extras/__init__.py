@@ -1,7 +1,8 @@
 """Optional layers over core/. Each name below is one of core's, with the same signature.
 
     exact/     signals, locks, sealed checkpoints, bit-exact resume    -> Run, load_model
-    show/      notes, alarms, bars, report.html                        -> Run, episode_bar
+    show/      notes, alarms, bars, report.html, --report_to           -> Run, episode_bar,
+                                                                          LayerFlags
     ranks/     torchrun                                                -> Run
     isolate/   a thread and a time-out for each environment            -> sessions
     fast/      fused decoding, CUDA graphs, settings of the processor  -> load_model, make_engine,
@@ -16,6 +17,7 @@
 
 Any folder can be deleted: core's own then takes its place.
 """
+from dataclasses import make_dataclass
 from functools import partial
 
 from core.config import LayerFlags, episode_bar, main, terminal
@@ -42,12 +44,22 @@ if has("ranks"):
 if runs:
     Run = type("Run", tuple(runs), {"__doc__": Run.__doc__})
 
+# Flags of layers are in one class, too.
+flags = []
+if has("show"):
+    from extras.show.flags import ShowFlags
+    flags.append(ShowFlags)
+if has("memory"):
+    from extras.memory import MemoryFlags
+    flags.append(MemoryFlags)
+if flags:
+    LayerFlags = make_dataclass("LayerFlags", (), bases=tuple(flags), kw_only=True)
+
 # Layers of load_model and make_engine take the function that they wrap, the last one outermost.
 if has("fast"):
     from extras.fast.loading import faster
     load_model = faster(load_model)
 if has("memory"):
-    from extras.memory import MemoryFlags as LayerFlags  # noqa: F811
     from extras.memory import lean
     load_model = lean(load_model)
 if has("exact"):

@@ -18,6 +18,7 @@ from agent import rollout
 from core.config import CHANGED, UserError, options
 from core.model import checkpoints
 from extras.exact.checkpoint import read_state
+from extras.show.metrics import meaning
 
 CLASSES = {"exact": extras.exact.run.Run, "show": extras.show.run.Run, "ranks": extras.ranks.Run}
 NAMES = ["sft, full", "grpo, LoRA", "dpo, plays", "reward_weighted, LoRA"]
@@ -41,6 +42,10 @@ def test_a_run_with_all_layers_writes_the_bytes_of_cores(place, tmp_path, monkey
         for path in checkpoints(tmp_path / folder)[:-1]:
             shutil.rmtree(path)
     assert_equal(tmp_path / "core", tmp_path / "all")
+    rows = [json.loads(line) for log in ("metrics.jsonl", "timing.jsonl") for line in (tmp_path / "all" / log).read_text().splitlines()]
+    result = json.loads((tmp_path / "all" / "result.json").read_text())
+    names = set(result).union(*rows, result["before"], result["after"])
+    assert len(names) > 10 and [name for name in names if not meaning(name)] == []  # extras/show/metrics.py explains them
 
 
 @pytest.mark.parametrize("layer", CLASSES)

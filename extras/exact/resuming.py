@@ -5,7 +5,8 @@ from core.run import CONFIG, algorithm_of
 from extras.exact.checkpoint import RESTORED, fingerprints, ingredients, read_state
 
 # What a resumed run may change. The two that make an update may change together.
-FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler")
+FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler",
+        "report_to")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
 
 

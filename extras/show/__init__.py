@@ -5,4 +5,7 @@
     bars.py    episode_bar overrides core.config.episode_bar
     report.py  the page of a run: python -m extras.show.report RUN...
     curves.py  its curves, as inline SVG
+    flags.py   --report_to
+    loggers.py its loggers: TensorBoard, Weights & Biases, trackio
+    metrics.py what every logged number means: python -m extras.show --metrics
 """

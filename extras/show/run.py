@@ -15,16 +15,23 @@ class Run(core.run.Run):
 
     Attributes:
         passed: the sequences of all passes of a step.
+        episodes: those of the step, once they are logged.
+        reports: the loggers of --report_to, or None.
         bar: the progress bar of the steps, once `load` has been called.
         credit_noted: True once it was said what --credit does to the rewards of this run.
     """
 
     passed, bar, credit_noted = 0, None, False
+    episodes, reports = (), None
 
     def __init__(self, config, algorithm):
         super().__init__(config, algorithm)
         if self.finished:
             self.finished = self.ranks.first(self.result_to_show)
+        names = getattr(config, "report_to", "none")
+        if names != "none" and self.writes and not self.finished:
+            from extras.show.loggers import Reports
+            self.reports = Reports(names)
 
     def result_to_show(self):
         """Return the result, which a notebook shows as a page. The page is loaded only here."""
@@ -45,6 +52,8 @@ class Run(core.run.Run):
         self.listeners.append(self.warn)
         self.endings.append(self.write_page)
         first = super().load(model, tokenizer, optimizer, total)
+        if self.reports:
+            self.reports.begin(self)
         notes = idle_notes(self.config)
         if first:
             notes += self.notes_on_the_model()
@@ -74,7 +83,7 @@ class Run(core.run.Run):
     # ------------------------------------------------------------------------------------- a step
     def start_clock(self):
         super().start_clock()
-        self.passed = 0
+        self.passed, self.episodes = 0, ()
 
     def micro_batches(self, sequences, *seed):
         self.passed += sequences
@@ -98,6 +107,7 @@ class Run(core.run.Run):
 
     def log_episodes(self, episodes):
         super().log_episodes(episodes)
+        self.episodes = episodes
         note = credit_note(self.config, episodes)
         if note and not self.credit_noted:
             self.credit_noted = True
