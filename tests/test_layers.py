@@ -216,6 +216,7 @@ ASKED = [  # a layer, what asks for it, and the words of the one line that answe
     ("memory", "grpo.py --dtype bfloat16 --lora_dropout 0.1", "need extras/memory"),
     ("vllm", "grpo.py --sampler http://127.0.0.1:9 --max_steps 1", "extras/vllm"),
     ("rewards", "grpo.py --rewards length=1", "extras/rewards"),
+    ("show", "grpo.py --report_to wandb", "--report_to needs extras/show"),
     ("data", "grpo.py --dataset tasks.parquet", "extras/data"),
     ("serve", "agent.py --serve", "extras/serve"),
     ("adapters", "grpo.py --env gymnasium:FrozenLake-v1", "extras/adapters"),
