@@ -1,8 +1,8 @@
-// The page of one or several runs: reads the JSON in #data and fills page.html. It trains nothing.
+// The page of one or several runs: reads the JSON in #data and fills page.html.
 "use strict";
 
 // ------------------------------------------------------------------------------------- equations
-// Mirrors of grpo.py, dpo.py and reward_weighted.py; tests/extras/show/test_page.py compares them.
+// Mirrors of grpo.py, dpo.py and reward_weighted.py: tests/extras/show/test_page.py compares them.
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 const sum = values => values.reduce((total, x) => total + x, 0);
 const mean = values => sum(values) / values.length;
@@ -53,13 +53,9 @@ const LOSSES = {
   vespo: ["vespo", "token_mean", "sum"],
 };
 const FORMULAS = {
-  clipped: "−min(r · A, clip(r, 1 − e_low, 1 + e_high) · A)",
-  cispo: "−sg(min(r, 5)) · A · logp",
-  sapo: "−4 / tau · sigmoid(tau · (r − 1)) · A",
-  vespo: "−sg(r^k · exp(lambda · (1 − r))) · A · logp",
-  reward_weighted: "−w · logp",
-  sft: "−logp",
-  dpo: "loss(beta · log-ratio of chosen, of rejected)",
+  clipped: "−min(r · A, clip(r, 1 − e_low, 1 + e_high) · A)", cispo: "−sg(min(r, 5)) · A · logp",
+  sapo: "−4 / tau · sigmoid(tau · (r − 1)) · A", vespo: "−sg(r^k · exp(lambda · (1 − r))) · A · logp",
+  reward_weighted: "−w · logp", sft: "−logp", dpo: "loss(beta · log-ratios of chosen, rejected)",
 };
 
 // A loss of a pair, whose log-ratios c and r are sums over tokens, and cm and rm means.
@@ -164,16 +160,15 @@ function surrogateWeights(episodes, rows, o, counts) {
   const [surrogate, normalizer, over] = LOSSES[o.loss], cap = o.importance_correction;
   const credits = CREDITS[o.credit](episodes, o.scale_rewards);
   episodes.forEach(({logp, old, ref, sampled, turn}, e) => {
-    const row = rows[e], factor = NORMALIZERS[normalizer](logp.length, counts);
-    const total = sum(logp.map((x, i) => x - old[i]));
+    const total = sum(logp.map((x, i) => x - old[i])), share = NORMALIZERS[normalizer](logp.length, counts);
     logp.forEach((x, i) => {
       const logRatio = {mean: total / logp.length, sum: total}[over] ?? x - old[i];
       const A = credits[e][turn[i]] * (cap ? Math.min(Math.exp(old[i] - sampled[i]), cap) : 1);
       const [loss, slope, stopped] = SURROGATES[surrogate](logRatio, A, x, o);
       const [kl, klSlope] = ref ? klEstimate(x, ref[i], old[i], o.kl_estimator) : [0, 0];
-      Object.entries({advantage: A, ratio: Math.exp(logRatio), kl, loss: loss + o.kl_coef * kl,
-        weight: factor * (slope + o.kl_coef * klSlope), clipped: Number(stopped)})
-        .forEach(([name, value]) => { row[name][i] = value; });
+      const token = {advantage: A, ratio: Math.exp(logRatio), kl, loss: loss + o.kl_coef * kl,
+        weight: share * (slope + o.kl_coef * klSlope), clipped: Number(stopped)};
+      for (const name of Object.keys(token)) rows[e][name][i] = token[name];
     });
   });
 }
@@ -313,9 +308,7 @@ function number(x) {
 // h("p.note", {title: "why"}, "text") makes an element. Text only ever becomes text.
 function h(tag, attributes = {}, ...children) {
   const [name, ...classes] = tag.split(".");
-  const space = /^(svg|line|circle)$/.test(name) ? "2000/svg" : "1999/xhtml";
-  const node = document.createElementNS(`http://www.w3.org/${space}`, name);
-  if (classes.length) node.setAttribute("class", classes.join(" "));
+  const node = Object.assign(document.createElement(name), {className: classes.join(" ")});
   for (const [key, value] of Object.entries(attributes)) {
     if (key === "style") Object.assign(node.style, value);
     else if (key.startsWith("on")) node[key] = value;
@@ -341,11 +334,13 @@ function metricTitle(name) {
 }
 
 function bar(x, low, high, middle) {  // from 0 to x, with a line at the middle
-  const percent = y => `${100 * (y - low) / (high - low || 1)}%`;
-  const size = `${100 * Math.abs(x) / (high - low || 1)}%`;
-  return h("span.track", {}, h(`i.${x < 0 ? "down" : "up"}`, {style: {left: percent(Math.min(0, x)),
-    width: size}}), middle != null && h("em", {style: {left: percent(middle)}}));
+  const span = high - low || 1, style = {left: percent((Math.min(0, x) - low) / span), width: percent(Math.abs(x) / span)};
+  return h("span.track", {}, h(x < 0 ? "i.down" : "i.up", {style}),
+    middle != null && h("em", {style: {left: percent((middle - low) / span)}}));
 }
+
+const rewardBars = ({episodes}, [low, high]) => h("span.bars", {}, episodes.map(e =>
+  h("i", {style: {height: percent(0.1 + 0.9 * ((e.reward ?? 0) - low) / (high - low || 1))}})));
 
 function rewardRange(groups) {
   const rewards = groups.flatMap(group => group.episodes.map(e => e.reward ?? 0));
@@ -384,29 +379,27 @@ function drawRun() {
 }
 
 function outcome({before, after}, name) {  // "0.5 → 0.9" and both 95 % intervals from 0 to 1
-  const x = share => 4 + 152 * share, line = (kind, low, high, y) =>
-    h(`line.${kind}`, {x1: x(low), x2: x(high), y1: y, y2: y});
-  const mark = (kind, part, y) => [line(kind, ...part[`${name}_interval`], y),
-    h(`circle.${kind}`, {cx: x(part[name]), cy: y, r: 5})];
-  const counted = [before, after].every(part => part?.[`${name}_interval`]);
+  const intervals = [before, after].map((part, i) => part?.[`${name}_interval`]
+    && interval(part[name], ...part[`${name}_interval`], ["before", "after"][i]));
   return [h("b.before", {}, number(before?.[name])), " → ", h("b.after", {}, number(after?.[name])),
-    counted && h("svg", {width: 160, height: 28}, line("axis", 0, 1, 14),
-      mark("before", before, 8), mark("after", after, 20))];
+    intervals.some(Boolean) && h("span.intervals", {title: "95 % intervals, from 0 to 1"}, intervals)];
 }
+
+const percent = share => `${100 * share}%`;
+const interval = (x, low, high, kind) => h(`span.${kind}`, {}, h("em", {style: {left: percent(x)}}),
+  h("i", {style: {left: percent(low), width: percent(high - low)}}));
 
 function drawStep() {
   const steps = STEPS[state.run], [step, groups] = steps[state.step], rows = theRun().steps;
-  const line = rows.find(row => row.step === step) || {}, [low, high] = rewardRange(groups);
+  const line = rows.find(row => row.step === step) || {};
   put("where", h("b", {}, `Step ${step}`), ` of ${rows.at(-1)?.step ?? step}`,
     ["success", "reward", "accuracy", "loss"].filter(name => line[name] != null).slice(0, 2)
       .map(name => h("span", {title: metricTitle(name)}, ` · ${name} ${number(line[name])}`)));
   Object.assign(find("step"), {max: steps.length - 1, value: state.step});
   for (const plot of plots) plot.redraw(false);
-  const height = e => `${3 + 25 * ((e.reward ?? 0) - low) / (high - low || 1)}px`;
   put("chips", groups.map((group, g) => h(`button.chip.${group.silent ? "silent" : "teaches"}`,
     {"aria-pressed": g === state.group, title: group.silent, onclick: () => goTo({group: g})},
-    h("span.bars", {}, group.episodes.map(e => h("i", {style: {height: height(e)}}))),
-    h("span", {}, short(group.task, 36), h("small", {}, statistics(group))))));
+    rewardBars(group, rewardRange(groups)), h("span", {}, short(group.task, 36), h("small", {}, statistics(group))))));
 }
 
 function statistics({silent, chosen, margin, mean, std}) {
@@ -662,23 +655,20 @@ function occurrences() {  // [[task, [{label, episodes}]]] of what was played tw
   return [...found].filter(([, items]) => items.length > 1);
 }
 
-function drawSame() {
-  const tasks = occurrences();
-  find("same").hidden = !tasks.length;
-  if (!tasks.length) return;
-  const [, items] = tasks[state.task], last = items.length - 1, [low, high] = rewardRange(items);
-  const [left, right] = [state.left, state.right].map(place => clamp(place, 0, last));
-  const [now] = items[right].episodes, option = (text, i) => h("option", {value: i, selected: i === state.task}, text);
-  const common = ({ids}) => [...ids, null].findIndex((id, t) => id !== now.ids[t]);
-  const [earlier] = [...items[left].episodes].sort((a, b) => common(b) - common(a)), parting = common(earlier);
-  put("tasks", tasks.map(([task, all], i) => option(`${short(task, 70)} (${all.length})`, i)));
-  put("dots", items.map(({label, episodes}, i) => h("button", {"aria-pressed": i === right,
-    onclick: () => drawSame(state.right = i)}, h("svg", {width: 26, height: 60}, episodes.map((e, k) =>
-    h("circle", {cx: 9 + 4 * (k % 3), cy: 54 - 48 * ((e.reward ?? 0) - low) / (high - low || 1), r: 3.5}))),
-  h("small", {}, label))));
-  Object.assign(find("left"), {max: last, value: left});
-  Object.assign(find("right"), {max: last, value: right});
-  put("sides", [[left, earlier], [right, now]].map(([place, episode]) =>
+function drawSame(right = state.right, task = state.task) {  // on the left stays what was looked at before
+  const tasks = occurrences(), [, items] = tasks[task] || [];
+  find("same").hidden = !items;
+  if (!items) return;
+  const last = items.length - 1, fit = place => clamp(place, 0, last);
+  Object.assign(state, {task, left: fit(right === state.right ? state.left : state.right), right: fit(right)});
+  const [now] = items[state.right].episodes, common = ({ids}) => [...ids, null].findIndex((id, t) => id !== now.ids[t]);
+  const [earlier] = [...items[state.left].episodes].sort((a, b) => common(b) - common(a)), parting = common(earlier);
+  put("tasks", tasks.map(([name, all], i) =>
+    h("option", {value: i, selected: i === task}, `${short(name, 70)} (${all.length})`)));
+  put("dots", items.map((item, i) => h("button", {"aria-pressed": i === state.right, onclick: () => drawSame(i)},
+    rewardBars(item, rewardRange(items)), h("small", {}, item.label))));
+  Object.assign(find("occurrence"), {max: last, value: state.right});
+  put("sides", [[state.left, earlier], [state.right, now]].map(([place, episode]) =>
     talk(episode, items[place].label, (node, t) => {
       if (t <= parting) node.classList.add(t === parting ? "parting" : "common");
     })));
@@ -711,7 +701,7 @@ function card(title, names) {
   const node = h("figure", {title: names.map(metricTitle).join("\n")}, h("figcaption", {},
     h("b", {}, title), h("small", {}, ` ${DATA.metrics?.[names[0]]?.[1] ?? ""}`)));
   node.names = DATA.runs.length > 1 ? names.slice(0, 1) : names;
-  return names.length && node;
+  return names.length ? node : null;
 }
 
 function plotCards() {  // all that are seen and have no curve yet
@@ -740,8 +730,8 @@ function plotCards() {  // all that are seen and have no curve yet
 }
 
 function rangeOf(u, low, high) {  // wide enough for uPlot's ticks where all values round to one
-  const least = 1e-3 * sizes([low, high]) || 1;
-  return high - low < least ? [low - least, high + least] : uPlot.rangeNum(low, high, 0.1, true);
+  const space = Math.max(0.08 * (high - low), 1e-3 * sizes([low, high])) || 1;
+  return [low - space, high + space];
 }
 
 function smooth(values) {  // a centred mean over an eighth of the run
@@ -838,9 +828,8 @@ function main() {
   };
   find("whatif").oninput = ask;
   find("whatif").onreset = event => event.preventDefault(start());
-  for (const name of ["task", "left", "right"]) {
-    find(name === "task" ? "tasks" : name).oninput = event => drawSame(state[name] = Number(event.target.value));
-  }
+  find("tasks").oninput = event => drawSame(1e9, Number(event.target.value), state.right = 0);
+  find("occurrence").oninput = event => drawSame(Number(event.target.value));
   find("more").ontoggle = plotCards;
   document.onkeydown = onKey;
   let width = innerWidth;

@@ -46,7 +46,7 @@ def random_episodes(seed, groups=3, size=4, equal=()):
     for g in range(groups):
         for _ in range(size):
             turns = rng.randint(1, 3)
-            turn = [k for k in range(turns) for _ in range(rng.randint(1, 4))]
+            turn = [k for k in range(turns) for _ in range(rng.randint(2, 4))]
             logp = [-rng.expovariate(1) for _ in turn]
             old, ref, sampled = ([x + rng.gauss(0, width) for x in logp] for width in (0.4, 0.5, 0.4))
             rewards = [float(rng.choice([0, 1, 2, -1])) if g not in equal else 1.0 / turns for _ in range(turns)]
@@ -169,3 +169,415 @@ def test_what_one_can_choose_is_what_the_algorithms_have():
             if name in grpo.LOSSES and field.startswith("clip"):
                 stated = re.search(rf"{name}: .*?{field}: ([\d.e-]+)", code, re.S)[1]
                 assert float(stated) == value
+
+
+# -------------------------------------------------------------------------------------------------- data of a page
+def f32(values):
+    return base64.b64encode(np.asarray(values, "<f4").tobytes()).decode()
+
+
+def episode_of(row, advantage, updates, text="ok", prompt=2, task="Solve"):
+    """An episode of PAGE.md: a prompt, then turns of trained tokens with one token of a tool's reply between them."""
+    tokens, at, turns = [task, "\n"], [], [{"role": "user", "start": 0, "end": prompt, "trained": False}]
+    for k, turn in enumerate(row["turn"]):
+        if k and turn != row["turn"][k - 1]:
+            turns[-1]["end"] = len(tokens)
+            turns.append({"role": "tool", "start": len(tokens), "end": len(tokens) + 1, "trained": False})
+            tokens.append("reply")
+        if not turns[-1]["trained"]:
+            turns.append({"role": "assistant", "start": len(tokens), "end": 0, "trained": True})
+        at.append(len(tokens))
+        tokens.append(f"{text}{k}")
+    turns[-1]["end"] = len(tokens)
+    calls = [{"turn": i, "name": "add", "arguments": {"x": text}, "result": "4", "error": i > 3}
+             for i, turn in enumerate(turns[:-1]) if turn["trained"]]
+    return {"reward": sum(row["rewards"]), "parts": {"answer": 1.0, "form": 0.5}, "turn_rewards": row["rewards"], "stop_reason": "done",
+            "advantage": advantage, "tokens": tokens, "ids": list(range(7, 7 + len(tokens))), "turns": turns, "calls": calls, "at": at,
+            "sampled_f32": f32(row["sampled"]), "updates": updates}
+
+
+def run_of(name="runs/a", seed=0, steps=(0, 5), text="ok", task="Solve", **changed):
+    """A run in PAGE.md's form; its advantages and weights are computed by grpo.py."""
+    o = settings(kl_coef=0.1, max_tokens=512, **changed)
+    groups = []
+    for step in steps:
+        inputs = random_episodes(seed + step, equal={2})
+        for row in inputs:
+            row["sampled"] = row["old"]
+        episodes, mask, x, places = tensors(inputs)
+        advantages = grpo.token_advantages(episodes, mask, o["credit"], scale=o["scale_rewards"])
+        updates = []
+        for new in (x["old"].clone(), x["logp"].clone()):
+            new.requires_grad_()
+            counts = grpo.Counts(len(inputs), int(mask.sum()), 512)
+            grpo.total_loss(SimpleNamespace(**o, entropy_coef=0.0), counts, new, mask * 0, x["old"], x["ref"], advantages, mask)[0].backward()
+            ratio = (new.detach() - x["old"]).exp()
+            clipped = ((ratio < 0.8) & (advantages < 0)) | ((ratio > 1.28) & (advantages > 0))
+            updates.append((new.detach(), new.grad, clipped))
+        shown = []
+        for b, (row, place) in enumerate(zip(inputs, places)):
+            numbers = [{"update": u, "advantage_f32": f32(advantages[b, place]), "old_f32": f32(row["old"]), "new_f32": f32(new[b, place]),
+                        "ref_f32": f32(row["ref"]), "entropy_f32": f32([0.5] * len(place)), "weight_f32": f32(weight[b, place]),
+                        "clipped": clipped[b, place].int().tolist()} for u, (new, weight, clipped) in enumerate(updates)]
+            shown.append(episode_of(row, float(advantages[b, place[0]]), numbers, text, task=task))
+        for g in range(3):
+            rewards = [sum(row["rewards"]) for row in inputs if row["group"] == g]
+            groups.append({"step": step, "task": f"{task} {g}", "task_id": str(g), "mean": float(np.mean(rewards)), "std": float(np.std(rewards, ddof=1)),
+                           "silent": "all rewards are equal: no advantage" if g == 2 else None,
+                           "episodes": [e for e, row in zip(shown, inputs) if row["group"] == g]})
+    lines = [{"step": s, "success": 0.4 + 0.1 * s, "reward": 1.0 + s, "reward/answer": 0.5, "entropy": 0.3, "kl": 0.01 * s, "grad_norm": 0.2,
+              "first_ratio": 1.0 + 1e-7 * s} for s in range(6)]
+    return {"name": name, "algorithm": "grpo", "flags": {**o, "seed": seed}, "changed": {"seed": seed},
+            "before": {"success": 0.4, "success_interval": [0.3, 0.5]}, "after": {"success": 0.9, "success_interval": [0.8, 0.95]},
+            "held_out": 100, "seconds": 9.0, "steps": lines, "alarms": [{"step": 3, "name": "kl", "text": "KL is large"}],
+            "equations": [{"loss": "grpo", "file": "grpo.py", "line": 196, "code": "loss = -torch.min(a, b)", "formula": "-min(r A, A)"}],
+            "groups": groups, "pairs": [], "played": [{"step": 0, "when": when, "episode": groups[i]["episodes"][0]}
+                                                      for i, when in ((0, "before"), (1, "after"))]}
+
+
+def html_of(*runs):
+    """The page of some runs' data, put together as extras/show/page.py does it."""
+    data = {"runs": runs, "metrics": {"success": ["share", "Share of episodes that solved their task.", "It should rise."]}, "written_by": "a test"}
+    page = (PAGE / "page.html").read_text("utf-8")
+    hashes = {"style": [], "script": []}
+    for kind, line in (("style", '<link rel="stylesheet" href="{}">'), ("script", '<script src="{}"></script>')):
+        for name in re.findall(line.replace("{}", r"([\w.]+)"), page):
+            code = (PAGE / name).read_text("utf-8")
+            hashes[kind].append("'sha256-" + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() + "'")
+            page = page.replace(line.format(name), f"<{kind}>{code}</{kind}>")
+    policy = f"default-src 'none'; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}"
+    page = page.replace("<title>", f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>', 1)
+    text = json.dumps(data).replace("<", "\\u003c")
+    return page.replace('id="data"></script>', f'id="data">{text}</script>')
+
+
+# ------------------------------------------------------------------------------------------------ in a real Chromium
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no Chromium is installed")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+                 "disable-component-update", "disable-sync", f"user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """A page that is open: what one sees, and what one does."""
+
+    def __init__(self, driver, path, html, width=1280):
+        path.write_text(html, "utf-8")
+        self.driver = driver
+        self.size(width)
+        driver.get_log("browser")
+        driver.get(path.as_uri())
+        self.js("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def size(self, width):
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                                    {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
+
+    def js(self, code, *arguments):
+        return self.driver.execute_script(code, *arguments)
+
+    def all(self, selector):
+        return self.driver.find_elements("css selector", selector)
+
+    def text(self, selector):
+        return self.js("return document.querySelector(arguments[0]).innerText", selector)
+
+    def click(self, selector, n=0):
+        self.js("arguments[0].scrollIntoView({block: 'center'})", self.all(selector)[n])
+        self.all(selector)[n].click()
+
+    def press(self, *keys):
+        from selenium.webdriver.common.action_chains import ActionChains
+        from selenium.webdriver.common.keys import Keys
+        chain = ActionChains(self.driver)
+        for key in keys:
+            name = key.removeprefix("Shift+")
+            down = chain.key_down(Keys.SHIFT) if name != key else chain
+            down.send_keys(getattr(Keys, name, name))
+            if name != key:
+                chain.key_up(Keys.SHIFT)
+        chain.perform()
+
+    def hover(self, selector, n=0):
+        from selenium.webdriver.common.action_chains import ActionChains
+        self.js("arguments[0].scrollIntoView({block: 'center'})", self.all(selector)[n])
+        ActionChains(self.driver).move_to_element(self.all(selector)[n]).perform()
+
+    def set(self, selector, value):
+        self.js("const node = document.querySelector(arguments[0]); node.value = arguments[1];"
+                "node.dispatchEvent(new Event('input', {bubbles: true}))", selector, value)
+
+    def colours(self):
+        return [tuple(map(int, re.findall(r"\d+", node.value_of_css_property("background-color"))[:3])) for node in self.all("#episode .tok.trained")]
+
+    def errors(self):
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.fixture
+def opened(chromium, tmp_path):
+    pages = []
+
+    def open_page(*runs, width=1280):
+        torch.set_default_dtype(torch.float64)
+        pages.append(Page(chromium, tmp_path / f"report{len(pages)}.html", html_of(*runs), width))
+        return pages[-1]
+
+    yield open_page
+    for page in pages[-1:]:
+        assert page.errors() == []
+
+
+def test_what_one_sees_first_is_the_step_as_a_table(opened):
+    """A group's task, mean and std; of each episode reward, calls and advantage; groups that teach nothing with the reason."""
+    run = run_of()
+    page = opened(run)
+    group = run["groups"][0]
+    episodes = sorted(group["episodes"], key=lambda e: -e["reward"])
+    assert page.text("#task") == "Solve 0" and f"{group['std']:.3g}" in page.text("#statistics")
+    rows = page.all(".row")
+    assert len(rows) == 4
+    for row, episode in zip(rows, episodes):
+        reward, advantage, calls = (row.find_element("css selector", f".{name}").text for name in ("reward", "advantage", "calls"))
+        assert reward.strip() == f"{episode['reward']:g}".replace("-", "−")
+        assert float(advantage.replace("−", "-")) == pytest.approx(episode["advantage"], rel=0.01)
+        assert calls.count("add(ok)") == len(episode["calls"]) and "done" in calls
+    assert "0.4" in page.text("#result") and "0.9" in page.text("#result")
+    assert rows[0].rect["y"] < 500
+    page.click(".chip", 2)
+    assert "teaches nothing: all rewards are equal" in page.text("#silence")
+
+
+def test_clicks_choose_group_episode_token_and_colour(opened):
+    page = opened(run_of())
+    page.click(".chip", 1)
+    assert page.text("#task") == "Solve 1"
+    page.click(".row .calls", 3)
+    assert "Episode 4 of 4" in page.text(".talk h3")
+    last = page.colours()
+    assert last[0][0] > last[0][2]  # of the worst: orange
+    page.click(".row .calls", 0)
+    assert page.colours()[0][2] > page.colours()[0][0]  # of the best: blue
+    page.click("[data-colour=ratio]")
+    page.click("#update")
+    assert page.text("#update") == "first update" and set(page.colours()) == {(255, 255, 255)}  # where every ratio is 1: white
+    page.click(".tok.trained", 1)
+    page.hover(".tok.trained", 0)
+    assert page.text("#text") == "ok1"  # it is held
+    page.click(".strip", 2)
+    assert "Episode 3" in page.text(".talk h3")
+
+
+def test_pointing_at_a_token_shows_its_numbers_and_the_equation_filled_in(opened):
+    run = run_of()
+    page = opened(run)
+    episode = max(run["groups"][0]["episodes"], key=lambda e: e["reward"])
+    page.hover(".tok.trained", 0)
+    update = {name: np.frombuffer(base64.b64decode(text), "<f4")[0] for name, text in episode["updates"][1].items() if name.endswith("_f32")}
+    ratio, A = math.exp(update["new_f32"] - update["old_f32"]), update["advantage_f32"]
+    shown = {name: float(page.text(f"[data-fact={name}]").replace("−", "-")) for name in ("ratio", "advantage", "weight", "new", "ref", "entropy")}
+    for name, value in {"ratio": ratio, "advantage": A, "weight": update["weight_f32"], "new": update["new_f32"], "ref": update["ref_f32"]}.items():
+        assert shown[name] == pytest.approx(value, rel=0.06)
+    x = update["new_f32"] - update["ref_f32"]
+    loss = -min(ratio * A, min(max(ratio, 0.8), 1.28) * A) + 0.1 * (math.exp(-x) - 1 + x) * ratio
+    assert float(page.text("#filled .sum").replace("−", "-")) == pytest.approx(loss, rel=0.01)
+    assert float(page.text("#slope").split(":")[0].replace("−", "-")) == pytest.approx(update["weight_f32"], rel=0.06)
+    assert page.text("#source").startswith("grpo.py:196") and "min(" in page.text("#formula")
+    page.click("details.turn summary")
+    page.hover(".turn.user .tok", 0)
+    assert "context" in page.js("return document.querySelector('#token').className")
+
+
+def test_what_if_recolours_and_counts_what_two_losses_disagree_on(opened):
+    page = opened(run_of())
+    page.set("[name=clip_eps_low]", 0.2)  # as it was trained
+    assert "disagree on 0 of" in page.text("#outcome") and "on 0 more" in page.text("#outcome")
+    before = page.colours()
+    page.set("[name=loss]", "vespo")
+    assert page.colours() != before and "on 0 more" not in page.text("#outcome")
+    page.hover("#episode .tok.trained", 0)
+    assert page.text("#loss") == "What if: vespo" and "exp(lambda" in page.text("#formula")
+    page.click("#whatif button")
+    page.set("[name=kl_coef]", 0)
+    page.set("[name=clip_eps_high]", 0)
+    page.set("[name=clip_eps_low]", 0.001)
+    assert int(re.search(r"disagree on (\d+)", page.text("#outcome"))[1]) > 0 and page.all(".tok.differs, .tok.clipped")
+    page.click("#whatif button")
+    assert page.text("#outcome") == ""
+    page.set("[name=reward_added]", -8)
+    assert int(re.search(r"disagree on (\d+)", page.text("#outcome"))[1]) > 0
+    for loss in page.js("return [...document.querySelectorAll('[name=loss] option')].map(o => o.value)"):
+        page.set("[name=loss]", loss)
+        assert f"of {page.js('return asked.size && [...asked.values()].flatMap(r => r.weight).length')} tokens" in page.text("#outcome")
+
+
+def test_keys_lead_through_steps_groups_episodes_and_tokens(opened):
+    page = opened(run_of())
+    page.press("ARROW_DOWN", "ARROW_DOWN")
+    assert "Episode 3" in page.text(".talk h3")
+    page.press("ARROW_RIGHT", "ARROW_RIGHT")
+    assert page.text("#text") == "ok1"
+    page.press("ARROW_LEFT")
+    assert page.text("#text") == "ok0"
+    page.press("Shift+ARROW_DOWN")
+    assert page.text("#task") == "Solve 1"
+    page.press("Shift+ARROW_RIGHT")
+    assert page.text("#where").startswith("Step 5")
+    page.press("c")
+    assert page.all("[data-colour=weight][aria-pressed=true]")
+    page.press("PAGE_DOWN")
+    assert page.text("#task") == "Solve 1"
+
+
+def test_in_class_advantages_are_hidden_until_one_asks(opened):
+    page = opened(run_of())
+    page.click("#class")
+    assert len(page.all(".guess")) == 4 and not page.all(".advantage b")
+    assert "advantage" not in page.text("#meaning") and len(set(page.colours())) == 1  # the colours do not tell either
+    page.hover(".tok.trained", 0)
+    assert page.text("#numbers").find("advantage") < 0 and not page.js("return find('equation').checkVisibility()")
+    page.click(".guess", 1)
+    assert len(page.all(".guess")) == 3 and len(page.all(".advantage b")) == 1
+    page.press("r")
+    assert not page.all(".guess") and len(set(page.colours())) >= 1 and len(page.all(".advantage b")) == 4
+    assert page.js("return parseFloat(getComputedStyle(document.body).fontSize)") >= 19
+
+
+def test_a_slider_leads_over_the_steps_of_a_task(opened):
+    page = opened(run_of())
+    page.set("#tasks", 1)
+    assert page.js("return document.querySelectorAll('#dots button').length") == 2
+    assert page.text("#sides h3").startswith("step 0")
+    assert len(page.all("#sides .parting")) >= 1
+    page.set("#occurrence", 0)
+    assert [h.text.split(" reward")[0].strip() for h in page.all("#sides h3")] == ["step 5", "step 0"]
+
+
+def test_runs_are_laid_over_one_another_and_compared(opened):
+    a, b = run_of("runs/a"), run_of("runs/b", seed=3, loss="dapo")
+    b["after"] = {"success": 0.5, "success_interval": [0.4, 0.6]}
+    page = opened(a, b)
+    assert "solves 0.4 less than runs/a" in page.text("#verdicts") and "beyond chance" in page.text("#verdicts")
+    table = page.text("#differences")
+    assert "--loss" in table and "dapo" in table and "--credit" not in table
+    labels = page.js("return [...document.querySelectorAll('figure')][0].innerText")
+    assert "runs/a" in labels and "runs/b" in labels
+    page.set("#tasks", 1)
+    page.js("find('tasks').oninput({target: {value: 1}})")
+    assert "runs/b step 5" in page.text("#dots")
+    page.js("find('runs').value = 1; find('runs').onchange({target: find('runs')})")
+    assert page.text("#run") == "runs/b"
+
+
+def test_curves_explain_themselves_and_a_click_opens_the_step(opened):
+    page = opened(run_of())
+    first = page.all("figure")[0]
+    assert "Share of episodes that solved their task" in first.get_attribute("title")
+    assert "KL is large" in page.text("#alarms")
+    count = len(page.all("figure canvas"))
+    page.click("#more summary")
+    page.js("return new Promise(done => setTimeout(done, 50))")
+    assert len(page.all("figure canvas")) > count
+    page.click("#alarms button")
+    assert page.text("#where").startswith("Step 5")  # the nearest one that was recorded
+    over = page.all("figure .u-over")[0]
+    page.js("arguments[0].scrollIntoView({block: 'center'})", over)
+    from selenium.webdriver.common.action_chains import ActionChains
+    ActionChains(page.driver).move_to_element_with_offset(over, -over.rect["width"] // 2 + 3, 0).click().perform()
+    assert page.text("#where").startswith("Step 0")
+
+
+def test_pairs_of_dpo_stand_side_by_side(opened):
+    run = run_of()
+    better, worse = sorted(run["groups"][0]["episodes"], key=lambda e: -e["reward"])[::3]
+    run |= {"algorithm": "dpo", "groups": [], "flags": {"loss": "sigmoid", "beta": 0.1}, "after": {"pairs/accuracy": 0.7}, "before": {}}
+    run["pairs"] = [{"step": 0, "task": "Solve", "chosen": better, "rejected": worse, "margin": 0.25, "implicit_reward": [0.2, -0.05]}]
+    page = opened(run)
+    assert [h.text.split()[0] for h in page.all("#episode h3")] == ["chosen", "rejected"]
+    assert "margin 0.25" in page.text("#statistics") and "−0.05" in page.text("#statistics")
+    page.hover("#episode .talk:nth-child(2) .tok.trained")
+    assert page.text("#loss") == "sigmoid" and page.js("return state.episode") == 1
+
+
+def test_a_run_without_advantages_groups_or_a_mirror_is_shown(opened):
+    """sft.py has no advantage, a fork has a loss of its own, and a run may have recorded nothing."""
+    sft, fork, bare = run_of("runs/sft"), run_of("runs/fork"), run_of("runs/bare")
+    sft["algorithm"] = "sft"
+    for group in sft["groups"]:
+        for episode in group["episodes"]:
+            episode["advantage"] = None
+            for update in episode["updates"]:
+                update |= {"advantage_f32": None, "ref_f32": None, "clipped": None}
+    fork["flags"]["loss"] = "mine"
+    bare |= {"groups": [], "before": None, "after": None, "alarms": [], "played": []}
+    for run in (sft, fork, bare):
+        page = opened(run)
+        assert page.text("#run") == run["name"]
+        assert page.errors() == []
+        if run is not bare:
+            page.hover(".tok.trained", 0)
+            assert page.text("[data-fact=weight]")
+    assert not page.js("return document.querySelector('#steps').checkVisibility()")
+
+
+def test_an_episode_with_a_script_in_it_is_shown_and_not_run(opened):
+    run = run_of(EVIL, text=EVIL, task=EVIL)
+    run |= {"alarms": [{"step": 1, "name": EVIL, "text": EVIL}], "changed": {EVIL: EVIL}, "flags": {**run["flags"], EVIL: EVIL}}
+    run["steps"] = [{**row, EVIL: row["step"]} for row in run["steps"]]
+    run["groups"][0]["silent"] = EVIL
+    page = opened(run, run_of("runs/b"))
+    page.hover(".tok.trained", 0)
+    assert page.js("return document.title") == f"grpo · {EVIL}"
+    assert not page.all("img") and len(page.all("script")) == 3
+    for place in ("#task", "#run", "#text", "#alarms", "#silence", "#rows", ".turn.assistant pre", "#differences"):
+        assert "<script>document.title='run'</script></script><img" in page.text(place), place
+
+
+def test_nothing_is_loaded_and_no_other_code_can_run(opened):
+    page = opened(run_of())
+    assert page.js("return performance.getEntriesByType('resource').length") == 0
+    page.js("const s = document.createElement('script'); s.textContent = 'document.title = 1'; document.head.append(s)")
+    assert page.js("return document.title") != "1"
+    assert any("Content Security Policy" in message or "violates" in message for message in page.errors())
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_fits_a_telephone_and_a_projector(width, opened):
+    page = opened(run_of(), run_of("runs/b"), width=width)
+    page.click("#class")
+    page.press("r")
+    assert page.js("return document.documentElement.scrollWidth") <= width
+    page.hover(".tok.trained", 0)
+    box = page.all("#token")[0].rect
+    assert 0 <= box["x"] and box["x"] + box["width"] <= width
+
+
+def test_two_megabytes_paint_within_a_second(opened):
+    """64 episodes of 500 tokens, a third of them trained, with all arrays of two updates."""
+    run = run_of(steps=(0,))
+    rng = np.random.default_rng(0)
+    at = [t for t in range(500) if t % 50 >= 33]
+    packed = [f32(rng.normal(size=len(at))) for _ in range(4)]
+    update = {"update": 0, "clipped": [0] * len(at), **{f"{name}_f32": packed[i % 4] for i, name in
+                                                        enumerate(("advantage", "old", "new", "ref", "entropy", "weight"))}}
+    turns = [{"role": role, "start": s + a, "end": s + b, "trained": role == "assistant"}
+             for s in range(0, 500, 50) for role, a, b in (("tool", 0, 33), ("assistant", 33, 50))]
+    episode = {**run["groups"][0]["episodes"][0], "tokens": [f" word{t}" for t in range(500)], "ids": list(range(1000, 1500)), "turns": turns,
+               "at": at, "calls": [], "turn_rewards": [0.1] * 10, "sampled_f32": packed[0], "updates": [update, {**update, "update": 1}]}
+    run["groups"] = [{**run["groups"][0], "task": f"task {g}", "episodes": [{**episode, "reward": r / 8, "advantage": r - 3.5} for r in range(8)]}
+                     for g in range(8)]
+    html = html_of(run)
+    assert 1.3e6 < len(html) < 2e6
+    page = opened(run)
+    painted = page.js("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    assert len(page.all("#episode .tok")) == 500 and painted < 1000, painted
