@@ -416,9 +416,9 @@ def command(config: Config):
     play = partial(rollout, model, tokenizer, env_name, **rollout_options(config))
     if not (config.env and config.num_tasks):
         return chat(play, envs.load(env_name))
-    tasks = tasks_for(config, config.split, config.num_tasks)
-    # With step -1 the same seed gives the episodes of a run's evaluation.
-    episodes = play(tasks, config.group_size, step=-1)
+    episodes = play(tasks_for(config, config.split, config.num_tasks), config.group_size, step=-1)
+    if not episodes:
+        raise UserError(f"--split {config.split}: there is no task to play")
     for t in episodes[:8]:
         print(transcript(t.to_json()), end="\n\n")
     for name, value in (summarise(episodes) | pass_at_k(episodes)).items():

@@ -13,7 +13,7 @@ from itertools import combinations, takewhile
 
 from agent import Trajectory
 from core.config import UserError
-from envs.task_files import is_held_out, need, read_as
+from envs.task_files import are_held_out, need, read_as
 from envs.tasks import unseen
 from core.data import (is_finite, print_dropped, prompt_of, shift_and_scale, shuffled, to_json,
                        without_faults)
@@ -121,7 +121,7 @@ def squeezed(text: str) -> str:
 def read_split(read, path, content, config):
     """Return at most max_samples items to learn from and HELD_OUT others, in random order.
 
-    No content is in both. Held out are the items of --eval_dataset, or a tenth by hash.
+    No content is in both. Held out are the items of --eval_dataset, or a tenth.
 
     Args:
         read: a function that returns the items of a file.
@@ -133,11 +133,9 @@ def read_split(read, path, content, config):
     if config.eval_dataset:
         learned, held_out = items, unseen(read(config.eval_dataset), items, content)
     else:
-        held_out = [item for item in items if is_held_out(content(item))]
-        learned = [item for item in items if not is_held_out(content(item))]
-        if not learned:
-            # One or two rows may all be in that tenth.
-            learned, held_out = held_out, []
+        is_out = are_held_out(list(map(content, items)), f"{path:.200}")
+        held_out = [item for item, out in zip(items, is_out) if out]
+        learned = [item for item, out in zip(items, is_out) if not out]
     held_out = shuffled(held_out, config.seed)[:HELD_OUT]
     return draw(learned, config, "demonstrations"), held_out
 

@@ -264,7 +264,7 @@ class Template:
                     self._control_ids[self._normalized(token.content) or token.content] = token_id
         longest_first = sorted(self._control_ids, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._control = re.compile(pattern)
+        self.control_token = re.compile(pattern)
         # With the lines after it: templates strip them where they cut a thought out of a text, and
         # spell them in JSON.
         self._spelled = re.compile(f"(?:{pattern})\n{{0,2}}")
@@ -292,7 +292,7 @@ class Template:
         text = without_surrogates(value).replace(BEGIN, "").replace(END, "")
         # A normalizer may turn text into a control token: NFKC does it with full-width characters.
         normalized = self._normalized(text)
-        if len(self._control.findall(normalized)) > len(self._control.findall(text)):
+        if len(self.control_token.findall(normalized)) > len(self.control_token.findall(text)):
             text = normalized
         return self._spelled.sub(f"{BEGIN}\\g<0>{END}", text)
 
@@ -315,13 +315,13 @@ class Template:
 
     def controls(self, rendering: str) -> list[int]:
         """Return the ids of the control tokens that the template wrote into a rendering."""
-        written = self._control.findall(self._marked.sub(" ", rendering))
+        written = self.control_token.findall(self._marked.sub(" ", rendering))
         return [self._control_ids[spelling] for spelling in written]
 
     def since(self, rendering: str, token_id: int, n: int) -> str:
         """Return a rendering from where the template writes a control token for the n-th time."""
         written = self._marked.sub(lambda spelled: " " * len(spelled[0]), rendering)
-        places = [control.start() for control in self._control.finditer(written)
+        places = [control.start() for control in self.control_token.finditer(written)
                   if self._control_ids[control[0]] == token_id]
         return rendering[places[n - 1]:]
 

@@ -1,18 +1,15 @@
 """What files say of tasks: their rows, recorded episodes, and the run that wrote a model."""
-from collections import Counter
+import zlib
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from tqdm import tqdm
 
 import envs
-from core.config import NO_BAR, UserError, fill, read_yaml, reading
-from core.data import lines_of, parse_object, shuffled, split_of
+from core.config import NO_BAR, UserError, fill, read_yaml, reading, say_once
+from core.data import json_of, lines_of, parse_object, print_dropped, shuffled
 from core.run import CONFIG, algorithm_of
-from core.data import json_of
-
-needed = cache(envs.needed)  # a file may have a million rows
+from envs.tasks import needed
 
 
 # -------------------------------------------------------------------------------- rows of any file
@@ -43,9 +40,9 @@ def read_rows(source: str):
         raise UserError(f"{source}: no rows")
 
 
-# extras/data fills these: {the end or the beginning of a source: its reader}, and `read_data` of
-# several sources and of columns with other names.
-READERS, MIXERS = {".jsonl": json_rows}, []
+# extras/data fills these: {the end or the beginning of a source: its reader}; `read_data` of
+# several sources and renamed columns; checks of a task's row, given the `reset` that reads it.
+READERS, MIXERS, ROW_CHECKS = {".jsonl": json_rows}, [], []
 
 
 def read_data(data: str, fields: str | None = None, seed: int = 0):
@@ -69,10 +66,7 @@ ROW_KINDS = {
 
 
 def read_as(data: str, convert, fields: str | None = None, seed: int = 0):
-    """Yield convert(row, place) for every row of a data set; `read_data` has the other arguments.
-
-    A ValueError of `convert` becomes a UserError that names the place.
-    """
+    """Yield convert(row, place) for every row of a data set. Its ValueError names the place."""
     for place, row in read_data(data, fields, seed):
         with reading(place):
             item = convert(row, place)
@@ -96,41 +90,48 @@ def need(row: dict, *fields: str, otherwise: str = ""):
             raise ValueError(f"{wrong}; has: {columns}{hint}")
 
 
-def is_held_out(content) -> bool:
-    """True for a tenth of all contents, by their hash."""
-    return split_of(json_of(content)) == "test"
+def are_held_out(contents, place: str) -> list[bool]:
+    """Return which contents are held out: a tenth by their hash, equal ones alike.
+
+    Of fewer than 1,000 different ones it is exactly a tenth, but two at least, and two are left.
+    """
+    texts = [json_of(content).encode() for content in contents]
+    different = sorted(set(texts), key=zlib.crc32)
+    if len(different) >= 1000:
+        return [zlib.crc32(text) % 10 == 0 for text in texts]
+    n = min(max(round(len(different) / 10), 2), max(len(different) - 2, 0))
+    say_once(f"{place}: {len(texts)} rows, {len(different)} different ones, {n} of them held out")
+    held_out = set(different[:n])
+    return [text in held_out for text in texts]
 
 
 # ------------------------------------------------------------------------------------------- tasks
 def tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list[dict]:
     """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
-    tasks = []
-    dropped = Counter()
-    rows = read_data(path, fields, seed)
+    items = []
     # Rows of `code` are tried in the sandbox, some thirty a second.
+    rows = read_data(path, fields, seed)
     for place, row in tqdm(rows, "tasks", disable=NO_BAR, leave=False, delay=2):
         with reading(place):
             if len(names) > 1 and env_of(row, names) != name:
                 continue
-            if ".csv:" in place.lower():
-                # The cells of a table are text.
+            if ".csv:" in place.lower():  # whose cells are text
                 from envs.options import read_cells
                 row = read_cells(cls.reset, row)
-            in_split = is_whole or is_held_out(row) == (split == "test")
-            # Rows of the other split are checked as well.
             task = as_task(cls, row)
-        if in_split and task is None:
-            dropped["rows have nothing that can be played"] += 1
-        elif in_split:
-            dropped["tests cannot be read"] += task.get("dropped_tests", 0)
-            if len(names) == 1 and "env" in task:
-                task = {**task, f"{envs.COLUMN}env": task["env"]}
-            tasks.append(task)
-    for what, number in (+dropped).items():
-        print(f"{path:.200}: {number} {what}: dropped ({split})")
-    if not tasks:
-        raise UserError(f"{path:.200}: {name}: no rows for it, or too few rows to hold some out; "
-                        "give --eval_dataset path/to/test.jsonl, or --eval_tasks 0 (not sft.py)")
+        if task and len(names) == 1 and "env" in task:
+            task = {**task, f"{envs.COLUMN}env": task["env"]}
+        items.append((row, task))
+    playable = [(row, task) for row, task in items if task is not None]
+    print_dropped(items, playable, f"rows of {path:.200} have nothing that can be played: dropped")
+    if not playable:
+        raise UserError(f"{path:.200}: {name}: no rows for it")
+    rows, tasks = zip(*playable)
+    if not is_whole:
+        held_out = are_held_out(rows, f"{path:.200}: {name}")
+        tasks = [task for task, out in zip(tasks, held_out) if out == (split == "test")]
+    if dropped := sum(task.get("dropped_tests", 0) for task in tasks):
+        print(f"{path:.200}: {dropped} tests cannot be read: dropped ({split})")
     return shuffled(tasks, seed)
 
 
@@ -148,9 +149,11 @@ def env_of(row: dict, names: list[str]) -> str:
 
 def as_task(cls, row: dict) -> dict | None:
     """Return the arguments of `reset` in a row of a file, None to drop it, or raise ValueError."""
-    required = needed(cls.reset)
     hint = (f"rows are read as tasks of {cls.__name__}; --fields renames columns; "
             "prompts without tools: --env envs.prompts:Prompts")
+    required = needed(cls.reset)
+    for check in ROW_CHECKS:
+        check(row, cls.reset)
     try:
         task = cls._row(row) if hasattr(cls, "_row") else row
     except (KeyError, TypeError):
@@ -180,8 +183,7 @@ def recorded_env(trajectories: str) -> str | None:
 def with_env(config):
     """Return a config of sft.py or dpo.py with the environment of a run that states none.
 
-    It is that of the recorded episodes, none for other data (--dataset), or else equations. Raises
-    UserError for flags that clash.
+    It is the recorded episodes', none for other data, or equations. Raises UserError for a clash.
     """
     if config.dataset and config.trajectories:
         raise UserError(f"--dataset {config.dataset} and --trajectories {config.trajectories}: "
@@ -198,9 +200,7 @@ def with_env(config):
 
 def config_of(folder) -> dict:
     """Return {flag: its value as text} of the run in an output folder, {} if it holds none."""
-    if not algorithm_of(folder):
-        return {}
-    return read_yaml(Path(folder, CONFIG))
+    return read_yaml(Path(folder, CONFIG)) if algorithm_of(folder) else {}
 
 
 def as_the_run(config):

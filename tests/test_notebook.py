@@ -124,8 +124,8 @@ def test_numbers_of_a_sweep_and_dicts_of_options_become_what_a_flag_says(tmp_pat
 
 def test_a_list_of_rows_is_not_told_whole():
     rows = json.dumps([{"question": "1 + 1?", "answer": "word " * 900}])
-    with pytest.raises(UserError, match="too few rows to hold some out; give --eval_dataset") as error:
-        load_tasks(f"{__name__}:Asks", "test", 9, 0, rows)
+    with pytest.raises(UserError, match=': no "answer" field') as error:
+        load_tasks(f"{__name__}:Asks", "test", 9, 0, rows.replace("answer", "Answer"))
     assert len(str(error.value)) < 500
 
 

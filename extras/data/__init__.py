@@ -17,6 +17,7 @@ from extras.presence import has
 
 data.JSON_RULES.update(tables.STRICT)
 task_files.READERS.update(tables.READERS)
+task_files.ROW_CHECKS.append(tables.need_text_row)
 task_files.MIXERS.append(mixtures.rows_of)
 prompts.MESSAGE_FORMS.append(tables.with_our_names)
 config.FILLED += [mixtures.write_as_text, mixtures.pin_revisions]

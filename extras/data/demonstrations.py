@@ -4,20 +4,22 @@
     encoded       their token ids and loss mask, put together as a rollout puts them together
 """
 import json
+from collections import Counter
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from operator import attrgetter
 from typing import NamedTuple
 
 import envs
 from agent import Trajectory
-from core.chat import Chat
+from core.chat import Chat, Template
 from core.config import reading
 from envs.prompts import as_messages
 from envs.task_files import need, read_as
 from envs.tasks import unseen
 from episodes import read_split
 from extras.data.recorded import recorded_ids
+from extras.data.tables import is_empty, need_text_row, truth
 
 CONVERSATIONS = {"messages", "conversations", "completion", "output"}
 # What others call the columns of a prompt and of its completion.
@@ -88,8 +90,9 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     """
     # In a table of several forms the columns of the others are null.
     given = {name for name in row if row[name] is not None}
-    labels = {str(row.get(name)).lower() for name in ("label", "kto_tag")}
-    if given & CONVERSATIONS and "false" in labels:
+    need_text_row(row)
+    labels = {truth(row.get(name)) for name in ("label", "kto_tag")}
+    if given & CONVERSATIONS and 0 in labels:
         raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
     for name in ("messages", "conversations"):
         if name in given:
@@ -121,7 +124,7 @@ def prompt_in(row: dict) -> list[dict] | None:
             return as_messages(row[name], name, "user")
     if row.get("instruction") is None:
         return None
-    if row.get("history"):
+    if not is_empty(row.get("history")):
         raise ValueError('"history" is not read; give the conversation as "messages"')
     parts = [row["instruction"], row.get("input")]
     return as_messages("\n\n".join(filter(None, parts)), "instruction", "user")
@@ -155,6 +158,13 @@ class Encoder:
         # Preparing a chat costs many renderings of the template; most files have one list of tools.
         self.chat = lru_cache(64)(lambda tools: Chat(tokenizer, json.loads(tools)))
 
+    @cached_property
+    def stop_ids(self) -> frozenset:
+        """The tokens that end a text. One without a chat template has the end-of-text token."""
+        with suppress(ValueError):
+            return self.chat("[]").stop_ids
+        return frozenset({self.tokenizer.eos_token_id} - {None})
+
     def __call__(self, conversation: Conversation) -> Trajectory:
         """Return a conversation as an episode. UserError: `FILE:LINE: what is wrong`."""
         messages, row, place = conversation
@@ -165,9 +175,9 @@ class Encoder:
             else:
                 if system and messages[0].get("role") != "system":
                     messages = [{"role": "system", "content": system}, *messages]
-                tools = row.get("tools")
-                tools = row.get("functions") if tools is None else tools
-                tools = self.schemas if tools is None else read_tools(tools)
+                tools = read_tools(row.get("tools"))
+                tools = read_tools(row.get("functions")) if tools is None else tools
+                tools = self.schemas if tools is None else tools
                 token_ids, loss_mask = recorded_ids(
                     self.chat(json.dumps(tools)), messages)
         return Trajectory(token_ids, loss_mask, [0.0] * len(token_ids), stop_reason="done",
@@ -176,24 +186,31 @@ class Encoder:
     def plain_text(self, text: str) -> tuple[list[int], list[int]]:
         """Return the ids and the loss mask of a text: all that has a token before it is learned.
 
-        Here what spells a control token is one, since people render chats into such texts. The
-        text ends with the end-of-text token, if there is one.
+        Here what spells a control token is one, since people render chats into such texts. A text
+        without a stop token at its end gets the end-of-text token, if there is one.
         """
+        end = self.tokenizer.eos_token_id
         ids = self.tokenizer(text)["input_ids"]
+        # Templates write a newline after the last stop token, which no model samples.
+        ended = self.tokenizer(text.rstrip())["input_ids"]
+        if self.stop_ids.intersection(ended[-1:]):
+            ids = ended
+        elif end is not None:
+            ids = [*ids, end]
         # A rendered chat brings the beginning-of-text token that the tokenizer puts before it.
         if ids[:2] == [self.tokenizer.bos_token_id] * 2:
             ids = ids[1:]
-        if self.tokenizer.eos_token_id not in (None, *ids[-1:]):
-            ids = [*ids, self.tokenizer.eos_token_id]
         if len(ids) < 2:
             raise ValueError('"text" is empty: nothing to train on')
         return ids, [0, *[1] * (len(ids) - 1)]
 
 
-def read_tools(tools) -> list[dict]:
-    """Return function schemas, which may be given as JSON text, or raise ValueError."""
+def read_tools(tools) -> list[dict] | None:
+    """Return function schemas, which may be given as JSON text, None for none, or ValueError."""
     with suppress(ValueError, TypeError, KeyError):
         tools = json.loads(tools or "[]") if isinstance(tools, str) else tools
+        if tools is None:
+            return None
         # ShareGPT's tools are the functions alone.
         tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
         if all(type(t["function"]["name"]) is str for t in tools):
@@ -202,9 +219,19 @@ def read_tools(tools) -> list[dict]:
 
 
 def count_control_tokens(conversations: list[Conversation], tokenizer):
-    """Print how many conversations spell a control token as text. Spelled so, it ends no turn."""
-    texts = [json.dumps(messages, ensure_ascii=False) for messages, *_ in conversations
-             if messages[0].get("role") != TEXT]
-    for token in tokenizer.all_special_tokens:
-        if count := sum(token in text for text in texts):
+    """Print how many conversations spell a control token as text. Spelled so, it ends no turn.
+
+    Counted are special tokens, and added ones that the chat template does not write.
+    """
+    written = str(tokenizer.chat_template)
+    template = Template(tokenizer)
+    rows = Counter()
+    for messages, *_ in conversations:
+        if messages[0].get("role") != TEXT:
+            text = json.dumps(messages, ensure_ascii=False)
+            rows.update(dict.fromkeys(template.control_token.findall(text), 1))
+    for token, count in rows.items():
+        if token in tokenizer.all_special_tokens:
             print(f"{count} rows contain {token} as text")
+        elif token not in written:
+            print(f"{count} rows contain {token} as text: an added token, learned as its pieces")

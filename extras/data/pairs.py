@@ -10,6 +10,7 @@ from core.data import print_dropped
 from episodes import draw
 from extras.data.demonstrations import (Conversation, Encoder, count_control_tokens, prompt_in,
                                         without_loss)
+from extras.data.tables import need_text_row
 
 
 def read_pairs(config, tokenizer) -> list[tuple]:
@@ -40,6 +41,7 @@ def preference(row: dict, place: str) -> tuple[Conversation, Conversation]:
     prompt where there is no other, and where it is a text beside whole conversations, as in TRL.
     Only what follows the prompt is learned. Raises ValueError in one line.
     """
+    need_text_row(row)
     need(row, "chosen", "rejected", otherwise="write a row {prompt, chosen, rejected} for "
          "each pair, or name its columns: --fields chosen=good; tasks are given with --tasks")
     sides = [as_messages(row[name], name, "assistant") for name in ("chosen", "rejected")]

@@ -9,9 +9,17 @@ from contextlib import suppress
 
 from core.tool_calls import (THOUGHT_ENDS, THOUGHTS, after_thought, any_of, check_call,
                              parse_tool_calls)
+from extras.data.tables import need_text_alone, truth
 
 TAGGED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 PYTHON_CALL = re.compile(r"(?<=<tool_call>)\s*\{'.*?(?=</tool_call>)", re.DOTALL)
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# A message is learned unless one of these is false. OpenAI calls the field "weight".
+LOSS_FIELDS = ("loss", "weight", "trainable")
+# Of what other trainers have in its place some say what is learned, and some what is not.
+UNREAD_FIELDS = ("train", "training", "mask", "masked", "loss_mask", "loss_scale", "loss_weight")
+TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are OpenAI's newer names
+NO_THOUGHT = "<think></think>"  # before an answer, so that it is read as nothing else
 # The role of a message -> the roles that may come next, and how an error names the place.
 NEXT = {
     None: (["system", "user"], "at the start"),
@@ -25,7 +33,8 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
     """Return the ids and the loss mask of a recorded conversation.
 
     The mask is 1 on an assistant message and its stop token unless the message says "loss": 0, and
-    0 elsewhere. What follows the last assistant message is cut.
+    0 elsewhere. What follows the last assistant message is cut. A thought stands in a field of its
+    own, or at the beginning of the text between <think> and </think>.
 
     Args:
         chat: a `Chat` of the model's tokenizer and the conversation's tools.
@@ -49,7 +58,7 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
         role = message.get("role")
         try:
             _check_role(role, last, len(since) < len(calls))
-            text, new_calls = _read_message(message, chat.tools)
+            thought, text, new_calls = _read_message(message, chat)
             loss = _loss(message)
             if role == "tool":
                 result_id, call_id = message.get("tool_call_id"), call_ids[len(since)]
@@ -61,10 +70,10 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
                 since.append({"role": role, "content": text})
                 continue
             if i < past and not new_calls:
-                since.append({**message, "content": _text_of(message["content"])})
+                since.append(_past_turn(chat, message, thought))
                 continue
             before = _ids_before_turn(chat, since, calls, ids)
-            turn = _turn_ids(chat, text, new_calls, loss)
+            turn = _turn_ids(chat, thought, text, new_calls, loss)
         except ValueError as error:
             raise ValueError(f"message {i}: {error}") from None
         ids += before + turn
@@ -90,11 +99,13 @@ def one_per_turn(messages):
         last, role = turns[-1], message.get("role")
         text = str(message.get("content") or "")
         is_next = role == last.get("role") == "assistant" and not last.get("tool_calls")
+        is_call = text.startswith("<tool_call>") and not any(map(message.get, THOUGHT_FIELDS))
         if role == "tool" and text and not TAGGED_RESULT.sub("", text):
             turns += [{**message, "content": result} for result in TAGGED_RESULT.findall(text)]
-        elif is_next and text.startswith("<tool_call>"):
-            before = with_thought(last, _text_of(last.get("content") or ""))
-            turns[-1] = {**last, **message, "content": f"{before}\n{text}",
+        elif is_next and is_call:
+            before = _text_of(last.get("content") or "")
+            thoughts = {name: last.get(name) for name in THOUGHT_FIELDS}
+            turns[-1] = {**last, **message, **thoughts, "content": f"{before}\n{text}",
                          "loss": min(_loss(last), _loss(message))}
         else:
             turns.append(message)
@@ -110,7 +121,7 @@ def _past(messages):
     for i, message in enumerate(messages):
         if message.get("role") == "tool":
             break
-        is_learned = 0 not in map(message.get, ("loss", "weight"))
+        is_learned = 0 not in [truth(message.get(name)) for name in LOSS_FIELDS]
         if message.get("role") == "assistant" and is_learned:
             return i if messages[i - 1].get("role") == "user" else 0
     return 0
@@ -128,51 +139,83 @@ def _check_role(role, last, needs_result):
         raise ValueError(f"need {' or '.join(roles)} {place}, got {role}")
 
 
+def _past_turn(chat, message, thought):
+    """Return an assistant message of the first prompt, of which the template renders the text.
+
+    The template itself cuts a thought out of the text.
+    """
+    text = _text_of(message["content"])
+    past = {name: message[name] for name in message if name not in THOUGHT_FIELDS}
+    if thought or "</think>" in text and not _begins_with_thought(chat, thought, text):
+        past |= {"reasoning_content": thought or "", "thinking": thought or ""}
+    return past | {"content": text}
+
+
 def _loss(message):
-    """Return 1 if a message is trained, else 0. OpenAI calls the field "weight"."""
+    """Return 1 if a message is trained, else 0."""
     is_assistant = message["role"] == "assistant"
-    # parquet writes null where a row has no such field
-    loss = message.get("loss")
-    if loss is None:
-        loss = message.get("weight")
-    if loss is None:
-        return int(is_assistant)
-    if loss not in (0, 1) or (loss and not is_assistant):
-        raise ValueError(f'"loss": {loss!r}: need 0 or 1, and 1 only on assistant messages')
-    # pandas makes 1.0 of 1 where other messages have no such field.
-    return int(loss)
+    # parquet writes null where a row has no such field, and pandas makes 1.0 of 1.
+    losses = {name: truth(message[name]) for name in LOSS_FIELDS if message.get(name) is not None}
+    is_left_out = 0 in losses.values()
+    for name, loss in losses.items():
+        if loss is None or not is_assistant and not is_left_out:
+            raise ValueError(f'"{name}": {message[name]!r}: need 0 or 1, and 1 only on assistant '
+                             "messages")
+    return int(is_assistant and not is_left_out)
 
 
-def _read_message(message, tools):
-    """Return the text and the calls of a message, calls written in the text included."""
-    # What other trainers call a loss of 0.
-    for name in ("train", "training"):
+def _read_message(message, chat):
+    """Return the thought, the text and the calls of a message, calls in the text included.
+
+    The thought is that of a field. One that the text begins with stays there.
+    """
+    for name in UNREAD_FIELDS:
         if message.get(name) is not None:
             raise ValueError(f'"{name}" is not read; "loss": 0 keeps a message from being learned')
+    need_text_alone(message)
     is_assistant = message["role"] == "assistant"
     calls = message.get("tool_calls") or []
     content = message.get("content")
     text = "" if content is None and calls else _text_of(content)
-    text = with_thought(message, text)
+    thought = _thought(message)
+    if thought and not is_assistant:
+        raise ValueError("a thought must stand in an assistant message")
     if not isinstance(calls, list) or (calls and not is_assistant):
         raise ValueError("tool_calls must be a list, in an assistant message")
+    if thought and _split(text)[0].strip() == thought:
+        thought = ""  # the text has it as well
     if calls or not is_assistant:
-        return text, [check_call(call) for call in calls]
-    content, calls, errors = parse_tool_calls(PYTHON_CALL.sub(_as_json, text), tools)
+        return thought, text, [check_call(call) for call in calls]
+    # Only a thought ends at </think>. In an answer it is a word like others.
+    is_answer = "</think>" in text and not _begins_with_thought(chat, thought, text)
+    before = NO_THOUGHT if is_answer else ""
+    content, calls, errors = parse_tool_calls(before + PYTHON_CALL.sub(_as_json, text), chat.tools)
     if errors:
         problem = errors[0].removeprefix("error: ")
         raise ValueError(f"{problem}; a text that opens a tool call must hold a whole one")
-    return (content, calls) if calls else (text, [])
+    return thought, content.removeprefix(before).strip() if calls else text, calls
 
 
-def with_thought(message: dict, text: str) -> str:
-    """Return the message's text, preceded by the thought in one of its fields.
+def _thought(message):
+    """Return the thought in one of the fields of a message, or None if it has no such field."""
+    thoughts = {}
+    for name in THOUGHT_FIELDS:
+        if message.get(name) not in (None, [], {}):
+            thoughts[_text_of(message[name], name).strip()] = name
+    if len(thoughts) > 1:
+        thoughts.pop("", None)
+    if len(thoughts) > 1:
+        raise ValueError(f"{' and '.join(thoughts.values())} hold different thoughts")
+    return next(iter(thoughts), None)
 
-    A text that has a thought stays as it is.
+
+def _begins_with_thought(chat, thought, text):
+    """True if the text of a message begins with a thought.
+
+    The prompt may have opened it. If the message has a field for thoughts, it stands there.
     """
-    thoughts = map(message.get, ("reasoning_content", "thinking", "reasoning"))
-    thought = str(next(filter(None, thoughts), "")).strip()
-    return f"<think>\n{thought}\n</think>\n\n{text}" if thought and "</think>" not in text else text
+    opened = thought is None and chat.opened_thought
+    return not thought and bool(opened or any_of(THOUGHTS).match(text.lstrip()))
 
 
 def split_thought(text: str) -> tuple[str, str]:
@@ -193,63 +236,92 @@ def _as_json(call):
     return call[0]
 
 
-def _text_of(content):
-    """Return the content of a message as text. It may be a list of text parts."""
+def _text_of(content, name="content"):
+    """Return the text of a field, which may be a list of text parts."""
+    if isinstance(content, str):
+        return content
     if isinstance(content, list):
-        # Another part, such as an image, is refused below.
-        with suppress(TypeError, KeyError):
-            return "".join([part["text"] for part in content])
-    if not isinstance(content, str):
-        kind = type(content).__name__
-        raise ValueError(f"content must be text or text parts, got {kind}")
-    return content
+        for part in content:
+            is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+            if not is_text or part.get("type") not in TEXT_PARTS:
+                raise ValueError(f"{name} must be text or text parts, got the part {part!s:.60}")
+            need_text_alone(part)
+        return "".join([part["text"] for part in content])
+    raise ValueError(f"{name} must be text or text parts, got {type(content).__name__}")
 
 
 def _ids_before_turn(chat, since, calls, ids):
     """Return the ids between two assistant turns, or the prompt before the first one."""
     if not ids:
-        return chat.prompt(since)
+        prompt = chat.prompt(since)
+        for message in since:
+            if "reasoning_content" in message:
+                _check_whole(chat, prompt, message["content"])
+        return prompt
     if calls:
         return chat.results(calls, [message["content"] for message in since], ids[-1])
     return chat.reply(since[0]["content"], ids[-1])
 
 
-def _turn_ids(chat, text, calls, loss):
-    """Return the ids of an assistant message."""
+def _turn_ids(chat, thought, text, calls, loss):
+    """Return the ids of an assistant message as the model would write it, thought included.
+
+    Raises ValueError for what cannot be trained, or if the template hides a thought.
+    """
     for call in calls:
         if chat.tools and call["name"] not in chat.tools:
             raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tools)}")
-    if loss and not calls and not text.strip():
+    if loss and not calls and not text.strip() and not thought:
         raise ValueError("is empty: nothing to train on")
-    if loss and text.lstrip().startswith("<think>") and "</think>" not in text:
-        raise ValueError("a thought without </think>, of a text that was cut; leave such rows out, "
-                         'or give the message "loss": 0')
-    return thoughtful_ids(chat, text, calls)
+    if thought:
+        written, answer = f"<think>\n{thought}\n</think>\n\n{text}", text.rstrip().lstrip("\n")
+    else:
+        is_thought, thought = _begins_with_thought(chat, thought, text), None
+        written, answer = text, text
+        if "</think>" in text and is_thought:
+            thought, answer = _split(text)
+        elif loss and text.lstrip().startswith("<think>"):
+            raise ValueError("a thought without </think>, of a text that was cut; leave such rows "
+                             'out, or give the message "loss": 0')
+    ids = thoughtful_ids(chat, thought, answer, calls, written)
+    _check_whole(chat, ids, thought or "")
+    _check_whole(chat, ids, answer)
+    return ids
 
 
-def thoughtful_ids(chat, text, calls):
-    """Return the ids of a turn as the model would write it, with the thought that it begins with.
-
-    Raises ValueError if the template hides it.
-    """
-    if "</think>" not in text:
-        return chat.turn(text, calls)
+def _split(text):
+    """Return the thought that a text begins with, and the answer."""
     thought, _, answer = text.strip().removeprefix("<think>").partition("</think>")
-    answer = answer.strip("\n")
+    return thought.strip("\n"), answer.strip("\n")
+
+
+def _check_whole(chat, ids, text):
+    """Raise ValueError if the template has cut a text at the tag that it names."""
+    if "</think>" in text and text.strip() not in chat.text(ids):
+        raise ValueError("the chat template cuts a text at </think>; leave such rows out")
+
+
+def thoughtful_ids(chat, thought, answer, calls, written):
+    """Return the ids of a turn with a thought or None, ValueError if the template hides it.
+
+    `written` is the turn as a text, for templates that know no thoughts.
+    """
+    if "</think>" not in written:
+        return chat.turn(answer, calls)
 
     def turn_with(thought):
         return chat.turn(answer, calls, reasoning_content=thought, thinking=thought)
 
     hidden = turn_with("")
     # In this case the template shows thoughts that are given as a field.
-    if turn_with("any thought") != hidden:
-        return turn_with(thought.strip("\n"))
+    if thought is None or turn_with("any thought") != hidden:
+        return turn_with(thought or "")
     closing = chat.encode("</think>\n\n")
     # The prompt opens a thought that the template leaves out of its own turns (DeepSeek-R1).
     if hidden[: len(closing)] == closing:
-        return chat.turn(thought.strip("\n") + "\n", [])[len(closing) : -1] + hidden
-    said = text.strip().removeprefix(chat.opened_thought).lstrip()
-    for turn in (hidden, chat.turn(text, calls)):
+        return chat.turn(thought + "\n", [])[len(closing) : -1] + hidden
+    said = written.strip().removeprefix(chat.opened_thought).lstrip()
+    for turn in (hidden, chat.turn(written, calls)):
         if chat.text(turn).lstrip().startswith(said):
             return turn
     raise ValueError("the chat template does not show a thought where the model would write it")

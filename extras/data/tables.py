@@ -1,6 +1,7 @@
 """Rows of all kinds of files, of data sets of the Hugging Face hub, and of lists in YAML."""
 import ast
 import csv
+import inspect
 import json
 import math
 import os
@@ -39,7 +40,51 @@ def finite(text):
     return number
 
 
-STRICT = {"object_pairs_hook": unique, "parse_float": finite, "parse_constant": finite}
+def nothing(constant):
+    """Return None for NaN, which pandas writes for what is missing, and for infinity."""
+    return None
+
+
+STRICT = {"object_pairs_hook": unique, "parse_float": finite, "parse_constant": nothing}
+
+
+# -------------------------------------------------------------------------------- what a field says
+TRUTH = (dict.fromkeys(("false", "no", "off", "n", "f", "0", "0.0"), 0)
+         | dict.fromkeys(("true", "yes", "on", "y", "t", "1", "1.0"), 1))
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def truth(value) -> int | None:
+    """Return 1 or 0 for a truth value in any spelling, such as 0.0 or "No", else None."""
+    return TRUTH.get(str(value).strip().lower())
+
+
+def is_empty(value) -> bool:
+    """True for what says nothing: null, "", [], also spelled as JSON, and lists of such."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return all(map(is_empty, value)) if isinstance(value, list) else value in (None, "")
+
+
+def need_text_alone(fields: dict, hint: str = "", read=()):
+    """Raise ValueError if a row, a message or a part has a picture or sound: no model gets them.
+
+    `read` are the names that something else reads.
+    """
+    for name in MEDIA:
+        if name not in read and not is_empty(fields.get(name)):
+            raise ValueError(f'"{name}" is not read, only text is; leave such rows out'
+                             f"{hint.format(name=name)}")
+
+
+def need_text_row(row: dict, reset=None):
+    """Raise ValueError if a row has pictures or sound, unless the method `reset` takes them."""
+    if not row.keys().isdisjoint(MEDIA):
+        read = inspect.signature(reset).parameters if reset else ()
+        need_text_alone(row, ", or take their text alone: --fields unread={name}", read)
 
 
 # -------------------------------------------------------------------------------------- tables
@@ -118,6 +163,7 @@ def _with_our_names(message: dict) -> dict:
 
     A call outside of "tool_calls" becomes text between <tool_call> and </tool_call>.
     """
+    need_text_alone(message)
     message = dict(message)
     if "from" in message:
         message |= {"role": message["from"], "content": message.get("value")}
@@ -158,8 +204,13 @@ def _as_json(path, rows):
 
 
 def _as_text(value):
+    """Return what JSON does not know as text. Bytes that are no text become an object."""
+    if not isinstance(value, bytes):
+        return str(value)
     # Some programs write text without saying so.
-    return value.decode() if isinstance(value, bytes) else str(value)
+    with suppress(UnicodeDecodeError):
+        return value.decode()
+    return {"bytes": len(value)}
 
 
 def _without_nulls(pairs):

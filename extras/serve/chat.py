@@ -70,6 +70,9 @@ def run(agent, config):
     config = settle(config)
     check(config)
     tasks = tasks_for(config, config.split, config.num_tasks or 100)
+    if config.env and not tasks:
+        raise UserError(f"--split test: no row of {config.dataset:.200} is held out; give "
+                        "--eval_dataset FILE, or --split train")
     if len(tasks) < config.num_tasks:
         print(f"note: --num_tasks {config.num_tasks}, but --split {config.split} has "
               f"{len(tasks)} tasks")

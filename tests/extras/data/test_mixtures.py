@@ -19,7 +19,6 @@ import reward_weighted
 import sft
 from envs.task_files import read_data
 from extras.data.mixtures import data_sources
-from envs.task_files import is_held_out
 from envs.tasks import load_tasks
 from core.config import UserError, reading
 from extras.hints.command_line import parse, read_yaml
@@ -283,8 +282,8 @@ def test_held_out_rows_of_a_mixture_are_never_learned_from(here):
     write("a.jsonl", EQUATIONS)
     write("b.jsonl", [{"equation": f"{i}x = {i}"} for i in range(2, 60)])
     train, test = (load_tasks("equations", split, None, 5, "a.jsonl=1,b.jsonl=1") for split in ("train", "test"))
-    assert len(train) + len(test) == 80
-    assert all(is_held_out({"equation": row["equation"]}) for row in test) and not {r["equation"] for r in train} & {r["equation"] for r in test}
+    assert (len(train), len(test)) == (72, 8)
+    assert not {r["equation"] for r in train} & {r["equation"] for r in test}
     other = load_tasks("equations", "test", None, 6, "a.jsonl=1,b.jsonl=1")  # other rows are drawn, no row changes sides
     assert not {r["equation"] for r in train} & {r["equation"] for r in other}
 
