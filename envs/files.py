@@ -14,6 +14,8 @@ NEEDED = {"code": "sandbox", "gymnasium": "adapters", "reasoning_gym": "adapters
           "verifiers": "adapters"}
 LIBRARY = ("agent", "core", "envs", "episodes", "extras", "layers", "llm", "lora",
            "schooling")  # not the user's
+# What a relative path names is decided once: an environment may change the current folder.
+absolute = cache(os.path.abspath)
 FOLDERS = []  # of the files that were imported, whose neighbours they may import
 
 
@@ -43,15 +45,15 @@ def import_file(path: str):
 def class_of(name: str, registered) -> type:
     """Return the class of an environment that is none of the registered names."""
     place, colon, class_name = name.rpartition(":")
-    package = name.partition(":")[0]
+    package, _, its_name = name.partition(":")
     if package in NEEDED and package not in ADAPTERS:
         raise UserError(f"--env {name} needs extras/{NEEDED[package]}")
     if not colon:
         known = f"known: {', '.join(registered)}, or give path/to/file.py:ClassName"
         hint = nearest(name, registered, otherwise=known)
         raise UserError(f"unknown environment {name!r}; {hint}")
-    if place in ADAPTERS:
-        return ADAPTERS[place](class_name)
+    if package in ADAPTERS:
+        return ADAPTERS[package](its_name)
     cls = getattr(module_at(place, f"environment {name!r}"), class_name, None)
     if not isinstance(cls, type) or not callable(getattr(cls, "reset", None)):
         raise UserError(f"environment {name!r}: {place} has no class {class_name} with reset(); a "
@@ -64,7 +66,7 @@ def module_at(place: str, wanted: str):
     """Import a module, or a file that ends in .py. `wanted` opens the message of a UserError."""
     try:
         if place.endswith(".py"):
-            return import_file(os.path.abspath(place))
+            return import_file(absolute(place))
         return importlib.import_module(place)
     except (OSError, ImportError, SyntaxError, AttributeError) as error:
         package = (getattr(error, "name", None) or "").partition(".")[0]

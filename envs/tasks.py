@@ -1,7 +1,7 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, cycle, islice, zip_longest
 
 import envs
 from core.config import UserError, auto, flag, reading
@@ -62,7 +62,7 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     """Return at most n tasks, in an order fixed by the seed: arguments of `reset`, and their "env".
 
     Args:
-        name: the environment. Several ("a,b") take turns, and None has no tasks.
+        name: the environment. Several ("a,b") take turns; None has no tasks.
         split: "train" or "test". The two never share a row of a file.
         dataset: task files, or None: the environment makes the tasks.
         eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
@@ -75,28 +75,40 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
     if not names or n == 0:
         return []
     path = eval_dataset if split == "test" and eval_dataset else dataset
-    share = None if n is None else -(-n // len(names))
     columns = []
     for env_name in names:
         cls = envs.with_options(envs.load(env_name), env_options)
         if path:
-            is_whole = eval_dataset or not holds_out
             # Most runs play the environment's own tasks.
             from envs.task_files import tasks_of_file
-            rows = tasks_of_file(env_name, names, cls, split, seed, path, is_whole, fields)
+            rows = tasks_of_file(env_name, names, cls, split, seed, path,
+                                 eval_dataset or not holds_out, fields)
         else:
+            share = None if n is None else -(-n // len(names))
             rows = _tasks_of_environment(env_name, cls, split, share, seed)
         # Data chooses among the environments that the user named, and no other code.
         options = envs.taken(cls, env_options or {})
         columns.append([{**row, "env": env_name, **options} for row in rows])
     if not path:
-        return list(chain(*zip(*columns)))[:n]
+        return _in_turns(columns, split)[:n]
     tasks = list(chain(*columns))
     if len(names) > 1:
         tasks = shuffled(tasks, seed)
     if split == "train":
         print_dropped(tasks, tasks[:n], f"tasks of {path:.200} are left out: {n} are asked for")
     return tasks[:n]
+
+
+def _in_turns(columns: list[list[dict]], split: str) -> list[dict]:
+    """Return the tasks of several environments in turns. Shorter training columns are repeated."""
+    longest = max(map(len, columns))
+    for rows in columns:
+        if len(rows) < longest:
+            print(f"environment {rows[0]['env']} makes {len(rows)} tasks ({split}), another "
+                  f"{longest}{': they are repeated' if split == 'train' else ''}")
+    if split == "train":
+        columns = [islice(cycle(rows), longest) for rows in columns]
+    return list(filter(None, chain(*zip_longest(*columns))))
 
 
 def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:

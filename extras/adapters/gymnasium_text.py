@@ -1,6 +1,7 @@
 """Games of the package gymnasium that can be played in text: FrozenLake, Blackjack, Taxi, others.
 
     --env gymnasium:FrozenLake-v1 --env_options is_slippery=false
+    --env gymnasium:my_games:Maze-v0          imports my_games, which registers it
 
 The system prompt is the game's own documentation. A task is a seed. Options are what the game's
 constructor takes.

@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from core.data import draw_tasks
 from envs.tasks import drop_seen, load_tasks
 import envs
 from envs.calls import awaited, fit, needed
-from envs import load_environments
+from envs.files import module_at
+from envs import load, load_environments
 from schooling import need_expert
 from extras.exact.environments import sources
 from extras.background import in_thread
@@ -862,6 +864,39 @@ def test_several_environments_share_the_tasks(monkeypatch):
     monkeypatch.setattr(envs, "load", lambda name: type("Few", (), {
         "reset": lambda self: "go", "_tasks": staticmethod(lambda split, n, seed: asked.append(n) or [{}] * n)}))
     assert len(load_tasks("a,b", "train", 5, 0)) == 5 and asked == [3, 3]
+
+
+def test_an_environment_with_few_tasks_takes_none_of_the_others(monkeypatch, capsys):
+    """Of ten and a hundred tasks each became ten, and of 200 held-out tasks 4, without a word."""
+    made = {"a": 3, "b": 100, "c": 5}
+    monkeypatch.setattr(envs, "load", lambda name: type("Few", (), {
+        "reset": lambda self, k: "go", "_tasks": staticmethod(lambda split, n, seed: [{"k": k} for k in range(min(n, made[name]))])}))
+    for names in ("a,b", "b,a", "a,b,c"):
+        train, held_out = (load_tasks(names, split, 60, 0) for split in ("train", "test"))
+        each = 60 // len(names.split(","))
+        for name in names.split(","):
+            ks = [task["k"] for task in train if task["env"] == name]
+            assert ks == [k % min(each, made[name]) for k in range(each)]
+            assert [task["k"] for task in held_out if task["env"] == name] == list(range(min(each, made[name])))
+        assert [task["env"] for task in train[:6]] == (names.split(",") * 3)[:6]
+        said = capsys.readouterr().out
+        assert f"environment a makes 3 tasks (train), another {each}: they are repeated\n" in said and f"environment a makes 3 tasks (test), another {each}\n" in said
+    assert len(load_tasks("b,b", "train", 60, 0)) == 60 and not capsys.readouterr().out
+
+
+def test_a_relative_path_keeps_its_meaning_where_an_environment_changes_the_folder(tmp_path, monkeypatch):
+    """Also where it removes the folder, or enters one with a file of this name."""
+    (tmp_path / "moving.py").write_text("class Moving:\n    def reset(self):\n        return 'go'\n\ndef pays(episode):\n    return 1.0\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "moving.py").write_text("raise RuntimeError('another file')\n")
+    monkeypatch.chdir(tmp_path)
+    cls = load("moving.py:Moving")
+    monkeypatch.chdir(other)
+    assert load("moving.py:Moving") is cls and cls.__module__ == str(tmp_path / "moving.py")
+    assert load(f"{tmp_path}/moving.py:Moving") is cls and module_at("moving.py", "--rewards").pays(None) == 1.0
+    shutil.rmtree(other)  # os.getcwd() raises now
+    assert load("moving.py:Moving") is cls and [task["env"] for task in load_tasks("moving.py:Moving", "train", 2, 0)] == ["moving.py:Moving"] * 2
 
 
 def test_an_empty_name_is_no_environment():

@@ -45,6 +45,20 @@ def test_without_the_package_one_line_says_how_to_install_it(package, monkeypatc
         envs.load(f"{package}:any")
 
 
+def test_a_game_of_a_module_is_registered_by_importing_it(tmp_path, monkeypatch):
+    """As gymnasium.make("my_games:Maze-v0") does."""
+    pytest.importorskip("gymnasium")
+    (tmp_path / "my_games.py").write_text("import gymnasium\nfrom gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv\n\nclass Maze(FrozenLakeEnv):\n    'A maze.'\n\ngymnasium.register('Maze-v0', Maze)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    [task] = load_tasks("gymnasium:my_games:Maze-v0", "train", 1, 0)
+    cls = envs.load(task["env"])
+    assert cls.system_prompt == "A maze." and "observation: 0" in cls().reset(task["number"]) and sys.modules["my_games"].Maze
+    with pytest.raises(UserError, match="^gymnasium:my_games:Mase-v0: .*Did you mean: `Maze`"):
+        envs.load("gymnasium:my_games:Mase-v0")
+    with pytest.raises(UserError, match="^gymnasium:nowhere:Maze-v0: .*No module named 'nowhere'"):
+        envs.load("gymnasium:nowhere:Maze-v0")
+
+
 # ---------------------------------------------------------------------------------------------------------- reasoning-gym
 @pytest.fixture
 def families(monkeypatch):
