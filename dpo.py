@@ -301,7 +301,7 @@ def settle(config: Config) -> Config:
         raise UserError(f"--eval_dataset {config.eval_dataset}: held-out pairs are --eval_share of "
                         "all; tasks to evaluate on are given with --tasks")
     config = with_env(config)
-    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.limits(config.env))
+    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.recommended(config.env))
 
 
 # -------------------------------------------------------------------------------------------- data

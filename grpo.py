@@ -327,7 +327,7 @@ def settle(config):
     papers = [PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)]
     tiny = TINY if is_tiny(config.model_path) else {}
     # The first table that has a field wins, and what the user said wins over all.
-    config = fill(config, *papers, tiny, envs.limits(config.env))
+    config = fill(config, *papers, tiny, envs.recommended(config.env))
     config.clip_eps_high = config.clip_eps_high or config.clip_eps_low
     return config
 

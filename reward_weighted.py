@@ -249,7 +249,7 @@ def settle(config: Config) -> Config:
     if config.env is None:
         path = config.trajectories
         config = replace(config, env=recorded_env(path) if path else "equations")
-    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.limits(config.env))
+    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.recommended(config.env))
 
 
 # -------------------------------------------------------------------------------------------- loop

@@ -115,7 +115,7 @@ def _teach(config, base, plays):
     tasks = config.tasks if plays else None
     # Without an evaluation the run holds no row out, and the schooling need not either.
     held_out = config.eval_dataset or (None if config.eval_tasks else tasks)
-    limits = replace(Limits(**envs.limits(config.env)), max_turns=TINY_SFT["max_turns"])
+    limits = replace(Limits(**envs.recommended(config.env)), max_turns=TINY_SFT["max_turns"])
     # The bars are all that is shown.
     with redirect_stdout(io.StringIO()):
         model, tokenizer = load_model("tiny", seed=config.seed)

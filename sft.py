@@ -154,7 +154,7 @@ def settle(config: Config) -> Config:
     """Return the config with the defaults that depend on the model or the environment."""
     from envs.task_files import with_env  # it may read recorded episodes
     config = with_env(config)
-    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.limits(config.env))
+    return fill(config, TINY if is_tiny(config.model_path) else {}, envs.recommended(config.env))
 
 
 def train(config: Config) -> dict:

@@ -48,7 +48,7 @@ def exam(model, tokenizer, tasks=TASKS) -> dict:
     import envs
     from envs.tasks import load_tasks
     from agent import Limits, evaluate
-    limits = Limits(**envs.limits("equations"))
+    limits = Limits(**envs.recommended("equations"))
     held_out = load_tasks("equations", "test", tasks, 0)
     result = evaluate(model, tokenizer, "equations", held_out, SAMPLES, limits=limits)
     names = "success", "reward", "turns", "completion"

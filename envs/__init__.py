@@ -148,7 +148,7 @@ def rewards_of(config):
         raise UserError(f"--env {config.env}: no get_reward(): write one (envs/template.py)")
 
 
-def limits(env_names: str | None) -> dict:
+def recommended(env_names: str | None) -> dict:
     """Return the limits that the environments ("a,b") recommend, the largest; {} without any."""
     largest = {}
     for name in names_of(env_names):
@@ -164,7 +164,7 @@ def limits(env_names: str | None) -> dict:
 
 def limits_of(config) -> Limits:
     """Return the limits that a Config names, and for the rest those that its environment states."""
-    return replace(Limits(**limits(config.env)), max_turns=config.max_turns,
+    return replace(Limits(**recommended(config.env)), max_turns=config.max_turns,
                    max_new_tokens=config.max_new_tokens, max_tokens=config.max_tokens)
 
 

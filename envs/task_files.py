@@ -214,4 +214,4 @@ def as_the_run(config):
                 raise UserError(f"the run played --env {run[name]}; give --env yourself")
             config = replace(config, **{name: run[name]})
     config = replace(config, env=None if config.env == "none" else config.env)
-    return fill(config, envs.limits(config.env))
+    return fill(config, envs.recommended(config.env))

@@ -40,7 +40,7 @@ class Setup:
         if len(envs.names_of(config.env)) > 1:
             raise UserError(f"--env {config.env}: one environment at a time")
         self.cls = envs.with_options(envs.load(config.env), envs.options_of(config))
-        self.limits = envs.Limits(**envs.limits(config.env))
+        self.limits = envs.Limits(**envs.recommended(config.env))
         # Here, so that `main` says which layer is missing.
         from extras.isolate import Session, Watch
         self.watch = Watch(self.limits.tool_timeout)

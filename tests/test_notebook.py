@@ -182,7 +182,7 @@ def test_the_parts_take_a_class_as_well_as_its_name(tiny):
     model, tokenizer = load_model(tiny)
     limits = envs.Limits(max_new_tokens=4, max_tokens=400)
     play = partial(rollout, model, tokenizer, group_size=2, limits=limits)
-    assert envs.limits(Guess) == envs.LIMITS
+    assert envs.recommended(Guess) == envs.LIMITS
     assert play(Guess, [{"number": 3}]) == play(f"{__name__}:Guess", [{"number": 3}])
     assert evaluate(model, tokenizer, [Guess, "equations"], [{"env": f"{__name__}:Guess"}], limits=limits)["reward"] == 1
     with pytest.raises(UserError, match=f"which is none of {__name__}:Guess,envs.equations:Equations$"):

@@ -141,7 +141,7 @@ def test_the_schooling_has_the_flags_of_its_run_and_only_tasks_that_are_played(t
     asked, _, split, count, noise, limits, options = caught.value.args
     assert {name: getattr(asked, name) for name in flags} == flags and options == {"files": ("tasks.jsonl" if plays else None, None)}
     assert (split, count, noise) == ("train", 1400, 0.6)
-    assert limits == envs.Limits(**envs.limits("gsm8k") | {"max_turns": 6})  # those of the environment, whatever the run's are
+    assert limits == envs.Limits(**envs.recommended("gsm8k") | {"max_turns": 6})  # those of the environment, whatever the run's are
 
 
 def test_the_tiny_model_is_taught_what_sft_teaches(tmp_path, monkeypatch):

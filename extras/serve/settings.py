@@ -20,7 +20,7 @@ def settle(config):
     config = as_the_run(config)
     if config.env == "none":
         config = replace(config, env=None)
-    return fill(config, envs.limits(config.env))
+    return fill(config, envs.recommended(config.env))
 
 
 def as_the_run(config):

@@ -263,17 +263,17 @@ def test_folders_without_init_beside_a_file_hinder_nothing(tmp_path, line):
 
 
 def test_limits_are_the_largest_that_the_environments_state(tmp_path):
-    assert envs.limits("gsm8k") == {**envs.LIMITS, "max_new_tokens": 512, "max_tokens": 2048}
-    assert envs.limits("equations, gsm8k") == envs.limits("gsm8k") and envs.limits("equations")["max_new_tokens"] == 64
+    assert envs.recommended("gsm8k") == {**envs.LIMITS, "max_new_tokens": 512, "max_tokens": 2048}
+    assert envs.recommended("equations, gsm8k") == envs.recommended("gsm8k") and envs.recommended("equations")["max_new_tokens"] == 64
     cases = [("{}", envs.LIMITS), ("{'tool_timeout': 60}", {**envs.LIMITS, "tool_timeout": 60}), ("{'max_tool_tokens': 9}", {**envs.LIMITS, "max_tool_tokens": 9}), ("{'max_token': 5}", None)]
     for n, (stated, wanted) in enumerate(cases):
         (tmp_path / f"my{n}.py").write_text(CONTRACT + f"    limits = {stated}\n")
         name = f"{tmp_path / f'my{n}.py'}:Environment"
         if wanted:
-            assert envs.limits(name) == wanted
+            assert envs.recommended(name) == wanted
             continue
         with pytest.raises(UserError, match="limits"):
-            envs.limits(name)
+            envs.recommended(name)
 
 
 def options_of(text, env_names="equations", unsafe_code=False):
@@ -618,7 +618,7 @@ def test_a_tool_with_starred_parameters_is_refused():
 def test_limits_that_no_episode_has_are_refused(monkeypatch):
     monkeypatch.setattr(envs, "load", lambda name: type("Odd", (), {"limits": {"max_token": 5}}))
     with pytest.raises(UserError, match="environment 'odd': limits names max_token; it may state max_new_tokens, max_tokens"):
-        envs.limits("odd")
+        envs.recommended("odd")
 
 
 def test_args_and_kwargs_of_reset_are_no_arguments_that_a_task_needs(monkeypatch):

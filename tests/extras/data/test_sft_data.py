@@ -840,7 +840,7 @@ def test_demonstrations_of_the_taught_tiny_model_are_the_ones_of_the_readme():
 
 def test_rows_to_imitate_have_the_lengths_of_their_environment(tmp_path):
     chats = write(tmp_path, [{"prompt": "a", "completion": "b"}], "chats.jsonl")
-    assert sft.settle(sft.Config(dataset=chats, env="gsm8k")).max_new_tokens == envs.limits("gsm8k")["max_new_tokens"] == 512
+    assert sft.settle(sft.Config(dataset=chats, env="gsm8k")).max_new_tokens == envs.recommended("gsm8k")["max_new_tokens"] == 512
     assert sft.settle(sft.Config(dataset=chats)).max_new_tokens == 256
 
 
