@@ -347,14 +347,14 @@ def reference_sums(model, pairs, config: Config, ranks) -> dict[Trajectory, floa
 
 
 def batch_loss(model, pairs, ref_sums, counts: Counts, config: Config):
-    """Return `pair_loss` of B pairs, both sides in one forward pass."""
-    chosen, rejected = zip(*pairs)
-    episodes = [*chosen, *rejected]
+    """Return `pair_loss` of B pairs, both sides in one forward pass, and logprobs (2B, T)."""
+    episodes = [*chain(*zip(*pairs))]
     token_ids, mask, _ = collate(episodes, model.device)  # (2B, T) each
     logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (2B, T)
     references = torch.tensor([ref_sums[t] for t in episodes], device=model.device)  # (2B,)
-    return pair_loss(logprobs, references, mask, counts, weighted_losses(config), beta=config.beta,
-                     length_norm=config.length_norm, sft_coef=config.sft_coef)
+    return *pair_loss(
+        logprobs, references, mask, counts, weighted_losses(config), beta=config.beta,
+        length_norm=config.length_norm, sft_coef=config.sft_coef), logprobs
 
 
 def counts_of(pairs) -> Counts:
@@ -426,10 +426,14 @@ def train(config: Config) -> dict:
             # The adapter is merged as in reference_sums, so that both round alike.
             with merged_to_train(model):
                 for rows in run.micro_batches(len(batch), step):
-                    loss, numbers = batch_loss(model, batch[rows], ref_sums, counts, config)
+                    loss, numbers, logprobs = batch_loss(
+                        model, batch[rows], ref_sums, counts, config)
+                    logprobs.retain_grad()  # what multiplies each token's grad log pi
                     loss.backward()
+                    run.record([*chain(*zip(*batch[rows]))], new=logprobs, weight=logprobs.grad,
+                               ref_sum=ref_sums)
                     metrics.append(numbers)
-                    del loss  # free the graph: the next one needs room
+                    del loss, logprobs  # free the graph: the next one needs room
             totals = run.ranks.all_reduce(model, metrics)
             grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
             if math.isfinite(totals["loss"] + grad_norm):

@@ -412,7 +412,7 @@ def train(config: Config) -> dict:
                 advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap)
                 run.log(**shares)
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
-
+            run.record(batch, advantages=advantages, old=old_logprobs, ref=ref_logprobs)
             # 3. Update, in micro-batches, through merged weights: they round as the sampler's did.
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
@@ -425,7 +425,9 @@ def train(config: Config) -> dict:
                             config, counts, logprobs, entropy, old_logprobs[rows],
                             ref_logprobs[rows] if config.kl_coef else None,
                             advantages[rows], mask[rows], sampled_logprobs[rows])
+                        logprobs.retain_grad()  # what multiplies each token's grad log pi
                         loss.backward()
+                        run.record(batch[rows], new=logprobs, entropy=entropy, weight=logprobs.grad)
                         metrics.append(numbers)
                         del logprobs, entropy, loss  # free the graph: the next one needs room
                 totals = run.ranks.all_reduce(model, metrics)

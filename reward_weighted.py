@@ -392,7 +392,10 @@ def train(config: Config) -> dict:
                         logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows],
                                                      config.temperature)  # (b, T)
                         loss = reward_weighted_loss(logprobs, w[rows], w.sum())
+                        logprobs.retain_grad()  # what multiplies each token's grad log pi
                         loss.backward()
+                        run.record(batch[rows], new=logprobs, weight=logprobs.grad,
+                                   advantages=w[rows])
                         metrics.append({"loss": loss.detach()})
                         del logprobs, loss  # free the graph: the next one needs room
                 totals = run.ranks.all_reduce(model, metrics)

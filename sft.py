@@ -199,7 +199,9 @@ def train(config: Config) -> dict:
             for rows in run.micro_batches(len(batch), step):
                 logprobs, _ = token_logprobs(model, token_ids[rows], loss_mask[rows])  # (b, T)
                 loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
+                logprobs.retain_grad()  # what multiplies each token's grad log pi
                 loss.backward()
+                run.record(batch[rows], new=logprobs, weight=logprobs.grad)
                 metrics.append({"loss": loss.detach()})
                 del logprobs, loss  # free the graph: the next one needs room
             totals = run.ranks.all_reduce(model, metrics)

@@ -32,7 +32,7 @@ from core.data import json_value, read_json, reading, summarise, to_json
 from core.model import checkpoints, load_weights, save_model
 
 CONFIG, EPISODES = "config.yaml", "trajectories.jsonl"
-LOGS = ("metrics.jsonl", "timing.jsonl", EPISODES)  # JSON objects that begin with their step
+LOGS = ["metrics.jsonl", "timing.jsonl", EPISODES]  # JSON objects that begin with their step
 TEMPORARY = ".tmp-step"  # the name of a checkpoint until it is whole
 SAVE_SECONDS = 600  # between checkpoints, with --save_every 0
 KEPT = 2  # checkpoints
@@ -82,7 +82,7 @@ class Run:
         checkpoint: the checkpoint that this run continues from, or None.
         step, seconds: how many steps are done, and how long they took.
         planned: the steps planned when the run began, the length of the learning rate's schedule.
-        line: the metrics of the present step.
+        line, written: the metrics of the present step, and its episodes in trajectories.jsonl.
         before, after: what an evaluation returned before the first step and after the last.
         played, rollout_seconds, rollout_tokens: `agent.rollout` adds to them.
         kept: what a layer keeps from one rollout to the next.
@@ -103,7 +103,7 @@ class Run:
         self.opened = time.monotonic()
         self.step = self.seconds = self.played = 0
         self.line, self.before, self.after, self.kept = {}, {}, {}, {}
-        self.listeners, self.endings = [], []
+        self.listeners, self.endings, self.written = [], [], []
         self.planned = self.saved = None
         self.has_begun = False
         self.start_clock()
@@ -124,6 +124,9 @@ class Run:
 
     def check(self):
         """Called between decode steps and micro-batches: the places where a run may stop."""
+
+    def record(self, episodes, **columns):
+        """Called with tensors (b, T) of b episodes, gradients too. extras/show writes them."""
 
     # -------------------------------------------------------------------------------- the folder
     def find_checkpoint(self) -> Path | None:
@@ -247,8 +250,8 @@ class Run:
     def write_episodes(self, episodes, limit: int | None = None):
         """Append the first `limit` episodes, or all, to trajectories.jsonl. No group is cut."""
         groups = {t.group_id for t in episodes[:limit]}
-        self.append(EPISODES, [{"step": self.step} | t.to_json() for t in episodes
-                               if t.group_id in groups])
+        self.written = [t for t in episodes if t.group_id in groups]
+        self.append(EPISODES, [{"step": self.step} | t.to_json() for t in self.written])
 
     def log_evaluation(self, step: int, metrics: dict):
         """Log what an evaluation before this step returned. The first one is `before`."""
@@ -315,10 +318,7 @@ class Run:
 
     # -------------------------------------------------------------------------------- the result
     def finish(self, after: dict, next_program="agent.py", **extra) -> dict:
-        """Write result.json with the `extra` entries, print what came out, and return the result.
-
-        `after` is what an evaluation after the last step returned.
-        """
+        """Write result.json with the `extra` entries, print what came out, and return the result."""
         self.after = after
         self.save()  # what no step has saved: of 0 steps there is a checkpoint, too
         self.show_result(next_program)
@@ -335,8 +335,8 @@ class Run:
 
     def show_result(self, next_program: str):
         """Print what the evaluations said before and after training, and how to continue."""
-        print(f"\nbefore:  {headline(self.before)}\nafter:   {headline(self.after)}")
-        print(f"written: {self.config.output_dir}\n"
+        print(f"\nbefore:  {headline(self.before)}\nafter:   {headline(self.after)}\n"
+              f"written: {self.config.output_dir}\n"
               f"next:    python {next_program} --model_path {self.config.output_dir}")
 
 

@@ -1,7 +1,7 @@
 """Optional layers over core/. Each name below is one of core's, with the same signature.
 
     exact/     signals, locks, sealed checkpoints, bit-exact resume    -> Run, load_model
-    show/      notes, alarms, bars, report.html, --report_to           -> Run, episode_bar,
+    show/      notes, bars, --record, report.html, --report_to         -> Run, episode_bar,
                                                                           LayerFlags
     ranks/     torchrun                                                -> Run
     isolate/   a thread and a time-out for each environment            -> sessions

@@ -271,7 +271,7 @@ def test_the_gradient_is_the_papers_closed_form(tiny, recorded):
     ref = torch.stack([v.detach() for v in values]) + torch.tensor([0.4, -0.9])  # policy and reference differ
     r_chosen, r_rejected = beta * (torch.stack(values).detach() - ref)
     factor = -beta * torch.sigmoid(r_rejected - r_chosen)
-    loss, _ = dpo.batch_loss(model, [pair], dict(zip(pair, ref.tolist())), dpo.counts_of([pair]), dpo.Config(beta=beta, sft_coef=0.0))
+    loss, *_ = dpo.batch_loss(model, [pair], dict(zip(pair, ref.tolist())), dpo.counts_of([pair]), dpo.Config(beta=beta, sft_coef=0.0))
     ours = torch.autograd.grad(loss, weights)
     scale = max(g.abs().max() for g in ours)
     assert all((a - factor * (c - r)).abs().max() < 1e-5 * scale for a, c, r in zip(ours, *grads))

@@ -221,6 +221,7 @@ ASKED = [  # a layer, what asks for it, and the words of the one line that answe
     ("serve", "agent.py --serve", "extras/serve"),
     ("adapters", "grpo.py --env gymnasium:FrozenLake-v1", "extras/adapters"),
     ("sandbox", "grpo.py --env code", "extras/sandbox"),
+    ("show", "grpo.py --record 0", "extras/show"),
 ]
 
 

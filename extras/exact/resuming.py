@@ -6,7 +6,7 @@ from extras.exact.checkpoint import RESTORED, fingerprints, ingredients, read_st
 
 # What a resumed run may change. The two that make an update may change together.
 FREE = (*ONCE, "output_dir", "save_every", "eval_every", "gradient_checkpointing", "sampler",
-        "report_to")
+        "record", "report_to", "show_every")
 UPDATE = ("batch_size", "gradient_accumulation_steps")
 
 

@@ -178,11 +178,12 @@ class Run(core.run.Run):
         self.unwritten = step, metrics, timing
         super().write_line(step, metrics, timing)
         self.unwritten, self.updated = None, False
-        # The episodes that dpo.py played are all of one step, which stays whole.
-        log = self.folder / EPISODES
-        if self.writes and "episodes" in metrics and is_too_large(log):
-            thin_episodes(log)
-            self.thinned = True
+        for log in (self.folder / name for name in LOGS[2:]):
+            # The episodes that dpo.py played are all of one step, which stays whole.
+            is_thinned = "episodes" in metrics or log.name != EPISODES
+            if self.writes and is_thinned and is_too_large(log):
+                thin_episodes(log)
+                self.thinned = True
 
     def skip(self, episodes, reason):
         """Keep the episodes of what is skipped in bad_step_N.json, from which no program learns.

@@ -5,7 +5,8 @@
     bars.py    episode_bar overrides core.config.episode_bar
     report.py  the page of a run: python -m extras.show.report RUN...
     curves.py  its curves, as inline SVG
-    flags.py   --report_to
+    record.py  what every sampled token was worth: --record, tokens.jsonl
+    flags.py   --record, --report_to, --show_every
     loggers.py its loggers: TensorBoard, Weights & Biases, trackio
     metrics.py what every logged number means: python -m extras.show --metrics
 """

@@ -50,7 +50,10 @@ METRICS = {
                   "below 0.2; else raise --max_new_tokens or --max_tokens"),
     "errors": ("share", "Share of episodes that a fault of their environment ended.", "0"),
     "played_success": ("share", "Success in all that a step played, dropped groups included.", ""),
-    "parameters": ("", "Number of parameters that train, and of all.", ""),
+    "reward_min": ("", "Where the histogram begins: the step's smallest reward.", ""),
+    "reward_max": ("", "Where the histogram ends: the step's largest reward.", ""),
+    "trained_parameters": ("", "Number of weights that train.", ""),
+    "parameters": ("", "Number of all weights.", ""),
     # grpo.py
     "groups_dropped": ("groups", "Groups outside --success_rate_lb and _ub, replaced by others.",
                        "many: most tasks are too easy or too hard"),

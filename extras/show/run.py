@@ -3,14 +3,14 @@ import sys
 
 from tqdm import tqdm
 
-import core.run
 import envs
 from core.config import NO_BAR, UserError, options, say
+from extras.show.record import Recording
 from extras.show.notes import (Alarms, credit_note, first_notes, idle_notes, next_command, plan,
                                print_table, step_line, step_numbers)
 
 
-class Run(core.run.Run):
+class Run(Recording):
     """A run that says what it does.
 
     Attributes:

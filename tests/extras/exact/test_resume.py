@@ -107,7 +107,7 @@ def train(module, config, monkeypatch, steps=None, log="metrics.jsonl"):
 def bytes_of(folder):
     """Everything that may not differ: lines, weights and optimizers of all checkpoints, the result but its seconds."""
     found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.safetensors")}
-    found |= {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "trajectories.jsonl")
+    found |= {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "trajectories.jsonl", "tokens.jsonl")
               if (folder / name).exists()}
     result = json.loads((folder / "result.json").read_text())
     return found | {"result": {k: v for k, v in result.items() if k not in ("seconds", "peak_memory_mb")}}
