@@ -28,15 +28,14 @@ from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
 from layers import LayerFlags, Run, load_model, main
-from core.config import (ModelFlags, NO_BAR, RunFlags, TrainingFlags, UserError, auto, fill, flag,
-                         nearest, options_for)
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag, nearest,
+                         options_for, progress)
 from core.data import collate, print_dropped, shuffled_batches, unusable, without_faults
 from envs.tasks import RolloutFlags, drop_seen, tasks_of, train_and_held_out
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
-from tqdm import tqdm
 
 import envs
 from agent import Trajectory, evaluate, rollout, rollout_options
@@ -339,7 +338,7 @@ def reference_sums(model, pairs, config: Config, ranks) -> dict[Trajectory, floa
     batches = ranks.micro_batches(len(episodes), 2 * config.batch_size)
     model.eval()
     with merged_to_train(model):
-        for rows in tqdm(batches, "reference", disable=NO_BAR, leave=False, delay=2):
+        for rows in progress(batches, "reference"):
             token_ids, mask, _ = collate(episodes[rows], model.device)  # (b, T) each
             logprobs, _ = token_logprobs(model, token_ids, mask, config.temperature)  # (b, T)
             sums[rows] = logprobs.sum(1)

@@ -13,10 +13,9 @@ from dataclasses import replace
 from itertools import chain, count, islice
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import NO_BAR, UserError, mix
+from core.config import UserError, mix, progress
 
 from torch.nn.utils import clip_grad_norm_
-from tqdm import tqdm
 
 import envs
 from agent import Episode, Trajectory, ends_on_fault, playable, rollout_options
@@ -47,7 +46,7 @@ def demonstrate(tokenizer, env_name: str, tasks: list[dict],
     classes, chats = load_environments(tokenizer, env_name, None, env_options)
     trajectories = []
     with sessions(limits) as new_session:
-        for i, task in enumerate(tqdm(tasks, "demonstrations", disable=NO_BAR, leave=False)):
+        for i, task in enumerate(progress(tasks, "demonstrations")):
             name = task.get("env", env_name)
             session = new_session(name, classes[name], task)
             episode = Episode(session, chats[name], limits, str(i))
@@ -135,7 +134,7 @@ def imitate(model, episodes: list[Trajectory], seed: int):
     epochs = (batches_of_like_length(episodes, TINY_SFT["batch_size"], seed, n) for n in count())
     batches = islice(chain.from_iterable(epochs), steps)
     model.train()
-    for step, batch in enumerate(tqdm(batches, "schooling", steps, disable=NO_BAR, leave=False)):
+    for step, batch in enumerate(progress(batches, "schooling", steps)):
         optimizer.param_groups[0]["lr"] = scheduled(peak, step, steps)
         token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
         logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (B, T)

@@ -29,8 +29,8 @@ KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "
 # A float32 holds no larger number, and a tensor of int32 no larger count.
 LARGEST = {int: 2**31 - 1, float: 3.4e38}
 # Optional layers fill these: {flag: properties that are other ones}, functions that `fill` calls
-# with a config, and contexts around a program.
-CHANGED, FILLED, AROUND = {}, [], []
+# with a config, contexts around a program, and classes of bars, of which the last one is shown.
+CHANGED, FILLED, AROUND, BARS = {}, [], [], [tqdm]
 # tqdm's `disable`: None hides a bar where stderr is no terminal. Of several ranks the first shows.
 NO_BAR = os.environ.get("RANK", "0") != "0" or None
 say = tqdm.write  # above the bars that are shown
@@ -44,6 +44,11 @@ UNPRINTABLE = re.compile(
 def episode_bar(agents, limits, run=None):
     """Yield a function that a rollout calls after every decode step: extras/show draws a bar."""
     yield lambda: None
+
+
+def progress(items, what, total=None):
+    """Return the items of a pass. How many are done is shown, if it takes more than a moment."""
+    return BARS[-1](items, what, total, disable=NO_BAR, leave=False, delay=2)
 
 
 def mix(*numbers_and_texts):

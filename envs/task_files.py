@@ -3,10 +3,8 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 import envs
-from core.config import NO_BAR, UserError, fill, read_yaml, reading, say_once
+from core.config import UserError, fill, progress, read_yaml, reading, say_once
 from core.data import json_of, lines_of, parse_object, print_dropped, shuffled
 from core.run import CONFIG, algorithm_of
 from envs.tasks import needed
@@ -110,8 +108,7 @@ def tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list
     """Return an environment's rows of a file, shuffled: all if it is whole, else a split's."""
     items = []
     # Rows of `code` are tried in the sandbox, some thirty a second.
-    rows = read_data(path, fields, seed)
-    for place, row in tqdm(rows, "tasks", disable=NO_BAR, leave=False, delay=2):
+    for place, row in progress(read_data(path, fields, seed), "tasks"):
         with reading(place):
             if len(names) > 1 and env_of(row, names) != name:
                 continue

@@ -1,9 +1,7 @@
 """Pairs of a file: the chosen and the rejected conversation of each row, as episodes."""
 from itertools import takewhile
 
-from tqdm import tqdm
-
-from core.config import NO_BAR, UserError
+from core.config import UserError, progress
 from envs.prompts import as_messages
 from envs.task_files import need, read_as
 from core.data import print_dropped
@@ -24,7 +22,7 @@ def read_pairs(config, tokenizer) -> list[tuple]:
     # Of a million pairs only those that are learned from become tokens.
     pairs = draw(pairs, config, "pairs")
     count_control_tokens([chosen for chosen, _ in pairs], tokenizer)
-    pairs = tqdm(pairs, "pairs", disable=NO_BAR, leave=False, delay=2)
+    pairs = progress(pairs, "pairs")
     encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]
     kept = [pair for pair in encoded if pair[0].token_ids != pair[1].token_ids]
     print_dropped(encoded, kept, "pairs have the same tokens on both sides: dropped")

@@ -1,13 +1,19 @@
-"""What is shown of episodes that are played: a bar, which only a terminal gets, and notes."""
+"""What is shown of a pass: a bar on a terminal, a line now and then elsewhere; and notes."""
+import io
+import math
 import os
 import sys
+import threading
 from collections import Counter
 from contextlib import contextmanager
-from functools import partial
 
 from tqdm import tqdm
 
-from core.config import NO_BAR, say_once
+from core.config import BARS, NO_BAR, say_once
+from extras.background import in_thread
+
+REDRAWN = 0.5  # seconds between two drawings of a bar
+FIRST_LINE, NEXT_LINE = 10, 30  # seconds before the lines of a pass, where there is no terminal
 
 # The bars of transformers and the hub, which they look up as they are imported.
 if not sys.stderr.isatty() and "ipykernel" not in sys.modules:
@@ -24,6 +30,84 @@ def duration(seconds):
     return f"{seconds / 3600:.1f} h"
 
 
+class Bar(tqdm):
+    """A bar with the time left. It is drawn again while one item takes long.
+
+    Without a terminal it is a line on stderr, of passes that take more than FIRST_LINE seconds.
+    """
+
+    drawn = "{desc}: {n_fmt}/{total_fmt}|{bar}| {words}"
+    line = "{desc}: {n_fmt}/{total_fmt}, {words}"
+
+    def __init__(self, items=None, what=None, total=None, disable=None, delay=2, leave=False):
+        self.on_terminal = sys.stderr.isatty()
+        self.has_ended = threading.Event()
+        self.done_at = 0  # the seconds when the last item was done
+        options = {"bar_format": self.drawn, "dynamic_ncols": True}
+        if not self.on_terminal:
+            options, delay = {"bar_format": self.line, "file": io.StringIO()}, FIRST_LINE
+        super().__init__(items, what, total, disable=bool(disable), delay=delay, leave=leave,
+                         **options)
+        if not self.disable:
+            in_thread(self.draw_often)
+
+    def draw_often(self):
+        """Draw the bar, or print its line, until it is closed."""
+        pause = self.delay
+        while not self.has_ended.wait(pause):
+            with self.get_lock():
+                if not self.disable:
+                    # `close` clears what was printed.
+                    self.last_print_t = self._time()
+                    self.display()
+            pause = REDRAWN if self.on_terminal else NEXT_LINE
+
+    def display(self, msg=None, pos=None):
+        """Override tqdm's for the lines. The message "" clears a bar."""
+        if self.on_terminal:
+            return super().display(msg, pos)
+        if msg is None:
+            print(self, file=sys.stderr, flush=True)
+
+    def __iter__(self):
+        try:
+            for item in self.iterable:
+                yield item
+                self.update()
+        finally:
+            self.close()
+
+    def update(self, n=1):
+        """Count n items. `draw_often` shows it."""
+        self.n += n
+        self.done_at = self.elapsed
+
+    def close(self):
+        self.has_ended.set()
+        super().close()
+
+    @property
+    def elapsed(self):
+        """The seconds since the pass began."""
+        return self._time() - getattr(self, "start_t", self._time())
+
+    @property
+    def format_dict(self):
+        """The values of the format. tqdm asks for them when it draws."""
+        words = duration(self.elapsed)
+        if self.n and self.total:
+            words = f"about {self.left(self.n, self.total, self.done_at)} left"
+        return {**super().format_dict, "words": words}
+
+    def left(self, done, total, done_at):
+        """Return how long the rest takes at the pace of what was done after `done_at` seconds."""
+        seconds = done_at / done * (total - done) - (self.elapsed - done_at)
+        return duration(max(seconds, 0))
+
+
+BARS.append(Bar)
+
+
 @contextmanager
 def episode_bar(agents, limits, run=None):
     """Override core.config.episode_bar: show a bar of these episodes (row -> agent), and notes."""
@@ -31,7 +115,7 @@ def episode_bar(agents, limits, run=None):
         print(f"playing {len(agents)} episodes: at most {limits.max_tokens} tokens each, "
               f"{limits.max_new_tokens} a turn")
     with EpisodeBar(agents, limits) as bar:
-        yield partial(bar.update, 0)
+        yield bar.step
     note_limits([agent.trajectory for agent in agents.values()], limits)
 
 
@@ -45,18 +129,28 @@ def note_limits(trajectories: list, limits):
                      f"{getattr(limits, name)}; the environment may state more in its `limits`")
 
 
-class EpisodeBar(tqdm):
-    """A bar of episodes (row -> Episode): how many have ended, tokens sampled, time left."""
+class EpisodeBar(Bar):
+    """A bar of episodes (row -> Episode): how many have ended, tokens sampled, time left.
+
+    Until the first token is sampled it counts the tokens of the prompts.
+    """
+
+    drawn = "{desc}: {n_fmt}/{total_fmt}|{bar}| {tokens:,} tokens{eta}"
+    line = "{desc}: {n_fmt}/{total_fmt}, {tokens:,} tokens{eta}"
 
     def __init__(self, episodes, limits):
         self.episodes, self.limits = episodes, limits
-        super().__init__(total=len(episodes), desc="episodes", disable=NO_BAR, leave=False,
-                         dynamic_ncols=True, mininterval=0.5, miniters=0, bar_format=(
-                             "{desc}: {n_fmt}/{total_fmt}|{bar}| {tokens:,} tokens{eta}"))
+        self.decodes_at = 0  # the seconds when the prompts had been read
+        self.read, self.read_at, self.begun = 0, 0, 0  # tokens of prompts
+        super().__init__(what="episodes", total=len(episodes), disable=NO_BAR, delay=0)
+
+    def step(self):
+        """Called after every decode step. The first one has read the prompts, too."""
+        self.decodes_at = self.decodes_at or self.elapsed
 
     @property
     def format_dict(self):
-        """The values of bar_format. tqdm asks for them when it draws."""
+        """The values of the format. tqdm asks for them when it draws."""
         values = super().format_dict
         ended = tokens = at_most = 0
         for row, episode in self.episodes.items():
@@ -68,11 +162,28 @@ class EpisodeBar(tqdm):
                 tokens += len(row.turn)
             turns = episode.max_turns * self.limits.max_new_tokens
             at_most += min(self.limits.max_tokens, turns)
-        expected, eta = at_most, ""
+        expected, how = at_most, "at most"
         if ended:
             # Tokens per end estimate the mean length: what is not finished counts as it is.
-            expected = min(len(self.episodes) * tokens / ended, at_most)
-        if tokens:
-            left = duration(values["elapsed"] * (expected - tokens) / tokens)
-            eta = f", about {left} left" if ended else f", at most {left} left"
+            expected, how = min(len(self.episodes) * tokens / ended, at_most), "about"
+        if not tokens:
+            eta = self.prompts()
+        else:
+            seconds = (self.elapsed - self.decodes_at) * (expected - tokens) / tokens
+            eta = f", {how} {duration(seconds)} left"
         return {**values, "n": ended, "tokens": tokens, "eta": eta}
+
+    def prompts(self):
+        """Return how much of the prompts has been read, in words. Rows of a group share theirs."""
+        tokens, begun = {}, {}
+        for row, episode in self.episodes.items():
+            tokens[row.group] = len(episode.trajectory.token_ids)
+            begun[row.group] = max(row.length, begun.get(row.group, 0))
+        total, begun = sum(tokens.values()), sum(begun.values())
+        if begun > self.begun:
+            # A forward pass has begun: those before it are done.
+            self.read, self.read_at, self.begun = self.begun, self.elapsed, begun
+        words = f", prompts {self.read:,} of {total:,}, {duration(self.elapsed)}"
+        if self.read:
+            words += f", about {self.left(self.read, total, self.read_at)} left"
+        return words

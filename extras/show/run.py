@@ -4,7 +4,7 @@ import sys
 from tqdm import tqdm
 
 import envs
-from core.config import NO_BAR, UserError, options, say
+from core.config import NO_BAR, UserError, options, progress, say
 from extras.show.record import Recording
 from extras.show.notes import (Alarms, credit_note, first_notes, idle_notes, next_command, plan,
                                print_table, step_line, step_numbers)
@@ -89,7 +89,8 @@ class Run(Recording):
         self.passed += sequences
         number = len(self.ranks.micro_batches(sequences, self.config.batch_size))
         passes = super().micro_batches(sequences, *seed)
-        yield from tqdm(passes, "forward passes", number, disable=NO_BAR, leave=False, delay=2)
+        names = [word for word in seed if isinstance(word, str)]
+        yield from progress(passes, *names or ["forward passes"], number)
 
     def timing_of(self, line, seconds):
         """Add seconds and tokens per second of the rollout and of the updates."""
