@@ -111,7 +111,8 @@ def demonstrations(config, conversations, model, tokenizer):
         solved = sum(t.info["success"] for t in learned)
         print(f"of {len(learned)} tasks the expert solves {solved}")
     learned = drop_long(learned, config.max_tokens)
-    held_out = drop_long(held_out, config.max_tokens)
+    # Where few tasks are played, few of these are measured as well.
+    held_out = drop_long(held_out, config.max_tokens)[:max(8, config.eval_tasks)]
     source = config.trajectories or config.dataset or config.tasks or config.env
     if not learned:
         condition = "" if config.min_reward is None else f"of reward {config.min_reward} or more "

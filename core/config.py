@@ -1,8 +1,7 @@
 """Configs are dataclasses of flags: `seed: int = flag(0, "seed of everything random", low=0)`.
 
 Defaults < `--config file.yaml` < command line; of a flag given twice the last one wins, so a script
-may end in $@. Here are also the flags that all algorithms share, the errors that end a program with
-one line, and `main`, which programs call.
+may end in $@.
 """
 import argparse
 import dataclasses
@@ -127,18 +126,12 @@ def flag(default, help="", /, **properties):
 
 
 def auto(default, help="", **properties):
-    """Declare a field that `fill` gives its value, which may depend on the fields before it.
-
-    `default` may be a function of the config, whose docstring --help shows.
-    """
+    """Declare a field that `fill` sets. A `default` may be a function, whose docstring is shown."""
     return flag(None, help, default=default, auto=True, **properties)
 
 
 def fill(config, *tables):
-    """Return a copy of the config whose unset `auto` fields have a value.
-
-    It is that of the first table which has the field, or its default.
-    """
+    """Return a copy of the config whose unset `auto` fields have a table's value or their default."""
     config = dataclasses.replace(config)
     for name, option in options(type(config)).items():
         if option.auto and getattr(config, name) is None:

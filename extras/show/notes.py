@@ -115,10 +115,11 @@ def idle_notes(config):
     return notes
 
 
-def first_notes(metrics, config, model, has_expert, has_tools):
+def first_notes(metrics, config, model, has_expert, has_tools, whose="held-out"):
     """Return notes on what the model was not made for: so many tokens, short turns, or tools.
 
-    `metrics` are those of the untrained policy's held-out episodes, {} if there are none.
+    `metrics` are those of the untrained policy's episodes, {} if there are none; `whose` says of
+    which. No number stands at the end of a note.
     """
     notes = []
     positions = getattr(model.config, "max_position_embeddings", None) or config.max_tokens
@@ -127,7 +128,7 @@ def first_notes(metrics, config, model, has_expert, has_tools):
                      "that the model was made for (max_position_embeddings)")
     if metrics.get("truncated", 0) > 0.2:
         notes.append(
-            f"note: {metrics['truncated']:.0%} of the held-out episodes are cut by a token limit: "
+            f"note: {metrics['truncated']:.0%} of the {whose} episodes are cut by a token limit: "
             f"--max_new_tokens {config.max_new_tokens} (a turn), --max_tokens {config.max_tokens} "
             "(an episode)")
     if has_tools and min(metrics.get("actions", 1), metrics.get("structure", 1)) < 0.1:

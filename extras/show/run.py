@@ -14,6 +14,7 @@ class Run(Recording):
     """A run that says what it does.
 
     Attributes:
+        noted: the ends of the notes that were printed on the untrained policy.
         passed: the sequences of all passes of a step.
         episodes: those of the step, once they are logged.
         reports: the loggers of --report_to, or None.
@@ -26,6 +27,7 @@ class Run(Recording):
 
     def __init__(self, config, algorithm):
         super().__init__(config, algorithm)
+        self.noted = set()
         if self.finished:
             self.finished = self.ranks.first(self.result_to_show)
         names = getattr(config, "report_to", "none")
@@ -54,11 +56,10 @@ class Run(Recording):
         first = super().load(model, tokenizer, optimizer, total)
         if self.reports:
             self.reports.begin(self)
-        notes = idle_notes(self.config)
-        if first:
-            notes += self.notes_on_the_model()
-        for note in notes:
+        for note in idle_notes(self.config):
             say(note)
+        if first:
+            self.note_on(self.before)
         if total > first:
             say(plan(self.config, total - first))
         self.bar = tqdm(total=total, desc=self.algorithm, initial=first, disable=NO_BAR,
@@ -72,13 +73,17 @@ class Run(Recording):
     def log_evaluation(self, step, metrics):
         super().log_evaluation(step, metrics)
         if step == 0:
-            for note in self.notes_on_the_model():
-                say(note)
+            self.note_on(metrics)
 
-    def notes_on_the_model(self):
+    def note_on(self, metrics, whose="held-out"):
+        """Print notes on the untrained policy's episodes, each once."""
         if self.algorithm == "sft":
-            return []
-        return first_notes(self.before, self.config, self.model, self.has_expert, self.has_tools)
+            return
+        for note in first_notes(metrics, self.config, self.model, self.has_expert, self.has_tools,
+                                whose):
+            if note[-12:] not in self.noted:
+                say(note)
+            self.noted.add(note[-12:])
 
     # ------------------------------------------------------------------------------------- a step
     def start_clock(self):
@@ -115,7 +120,9 @@ class Run(Recording):
             say(note)
 
     def warn(self, step, metrics, timing):
-        """Print the alarms that a step's line raises."""
+        """Print the alarms that a step's line raises, and what its first episodes show."""
+        if step == 0 and self.rollout_tokens:
+            self.note_on(metrics, "first step's")
         for sentence in self.alarms.add(metrics):
             say(f"ALARM, step {step + 1}: {sentence}")
 

@@ -501,6 +501,18 @@ def test_tools_are_the_rows_own_or_the_given_environments(tokenizer, tmp_path):
     assert "Solve for x with the tools." in tokenizer.decode(read(path, tokenizer, env="equations")[0].token_ids)
 
 
+@pytest.mark.parametrize("eval_tasks, number", [(200, 40), (30, 30), (8, 8), (2, 8), (0, 8)])
+def test_few_demonstrations_are_held_out_where_few_tasks_are_played(tokenizer, tmp_path, eval_tasks, number):
+    """100 of them take a real model minutes on a CPU, whatever --eval_tasks said."""
+    rows = [{"messages": [ASK, {**ANSWER, "content": f"{i}"}]} for i in range(60)]
+    held_out = write(tmp_path, rows[20:], "held_out.jsonl")
+    config = sft.settle(sft.Config(dataset=write(tmp_path, rows[:20]), eval_dataset=held_out, eval_tasks=eval_tasks))
+    learned, others = demonstrations(config, tokenizer)
+    assert (len(learned), len(others)) == (20, number)
+    config = sft.settle(sft.Config(env="sums:Sums", max_samples=6, eval_tasks=eval_tasks))
+    assert len(demonstrations(config, tokenizer)[1]) == max(8, min(100, eval_tasks))
+
+
 @pytest.mark.parametrize("name, solved", [("Sums", 6), ("BadCalls", 0)])
 def test_it_is_told_how_many_tasks_the_expert_solves(tokenizer, capsys, name, solved):
     demonstrations(sft.settle(sft.Config(env=f"sums:{name}", max_samples=6)), tokenizer)

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
+import time
 from types import SimpleNamespace
 
 import programs
 import pytest
 
+import core.config
 import schooling
 import dpo
 import grpo
@@ -21,7 +24,8 @@ from envs.tasks import train_and_held_out
 from core.run import headline
 from extras.show import bars
 from extras.show import notes
-from core.config import options
+from core.config import options, progress
+from layers import Run
 from extras.stop import Stop
 from extras.exact.process import Signals
 from core.tiny import make_tiny
@@ -106,6 +110,64 @@ def test_the_bar_counts_the_tokens_that_were_sampled_and_bounds_what_is_left(mon
         assert (values["n"], values["tokens"]) == (1, 8 + 5 + 3) and "about" in values["eta"]
         bar.start_t -= 16  # a token a second: 4 episodes of 16 tokens each, 16 of them sampled
         assert re.search(r"about 4[78]\.\d s left", bar.format_dict["eta"])
+
+
+def test_the_bar_counts_the_prompts_until_a_token_is_sampled(monkeypatch):
+    monkeypatch.setattr(bars, "NO_BAR", False)
+
+    def episode(n):
+        return SimpleNamespace(trajectory=SimpleNamespace(token_ids=[0] * n, loss_mask=[0] * n, stop_reason=""), calling=False, max_turns=4)
+
+    # Two groups, whose prompts run once each: by the first row, from which the others copy.
+    rows = [Key(SimpleNamespace(turn=[], group=group, length=0)) for group in (0, 0, 1, 1)]
+    with bars.EpisodeBar(dict(zip(rows, map(episode, (30, 30, 70, 70)))), SimpleNamespace(max_tokens=1000, max_new_tokens=100)) as bar:
+        assert bar.format_dict["eta"] == ", prompts 0 of 100, 0.0 s"
+        rows[0].length = 30  # a pass has begun, and none is done
+        assert ", prompts 0 of 100," in bar.format_dict["eta"] and "left" not in bar.format_dict["eta"]
+        bar.start_t -= 12
+        rows[2].length = 70  # 30 tokens were read in 12 seconds: 70 take 28
+        assert re.fullmatch(", prompts 30 of 100, 12.0 s, about (28.0|27.9) s left", bar.format_dict["eta"])
+        bar.step()
+        rows[0].turn, bar.start_t = [1], bar.start_t - 1  # a token a second, of 4 x 400: the 12 seconds before do not count
+        assert ", at most 27 min left" == bar.format_dict["eta"] and bar.format_dict["tokens"] == 1
+
+
+def test_every_pass_has_lines_where_there_is_no_terminal(monkeypatch, capfd):
+    """The schooling and the held-out demonstrations were mute for minutes, and without an item that is done a line says that it lives."""
+    monkeypatch.setattr(bars, "FIRST_LINE", 0.05), monkeypatch.setattr(bars, "NEXT_LINE", 0.1)
+    for n in progress(range(3), "schooling", 3):
+        time.sleep(0.12)
+    lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"schooling: 0/3, 0\.\d s", lines[0]) and len(lines) >= 3
+    assert all(re.fullmatch(r"schooling: [12]/3, about 0\.\d s left", line) for line in lines[1:])
+    assert list(progress(range(3), "quick")) == [0, 1, 2] and capfd.readouterr().err == ""  # what is quick has none
+    before = threading.active_count()
+    passes = iter(progress(iter(range(9)), "tasks"))
+    next(passes), time.sleep(0.08), passes.close()  # left early
+    assert re.match(r"tasks: 0/\?, 0\.\d s\n", capfd.readouterr().err)
+    time.sleep(0.05)
+    assert threading.active_count() <= before
+
+
+def test_the_passes_of_a_run_are_named(monkeypatch, base, tmp_path):
+    shown = []
+    monkeypatch.setattr(core.config, "BARS", [lambda items, what, total, **_: shown.append((what, total)) or items])
+    config = grpo.settle(grpo.Config(model_path=base, env="equations", batch_size=2, output_dir=str(tmp_path / "r")))
+    run = Run(config, "grpo")
+    for seed in (("held out",), (3,), (3, 1), ("score",)):
+        assert len(list(run.micro_batches(5, *seed))) == 3
+    assert shown == [("held out", 3), ("forward passes", 3), ("forward passes", 3), ("score", 3)]
+
+
+@pytest.mark.parametrize("eval_tasks", [0, 2])
+def test_the_first_steps_episodes_are_judged_too(base, tmp_path, capsys, eval_tasks):
+    """Without an evaluation nobody said that no tool is called. With one it is said once."""
+    grpo.train(grpo.Config(model_path=base, env="equations", lora_r=2, dtype="float32", max_tokens=256, max_new_tokens=16, max_turns=2, max_steps=2,
+                           tasks_per_step=2, group_size=2, eval_tasks=eval_tasks, output_dir=str(tmp_path / "r")))
+    out = capsys.readouterr().out
+    assert len(re.findall("note: the model makes 0.00 tool calls an episode, and 0% of its turns can be read", out)) == 1
+    assert re.findall("note: 100% of the (.*) episodes are cut", out) == ["held-out" if eval_tasks else "first step's"]
+    assert out.index("tool calls an episode") < out.index("step 1/2")
 
 
 class Key(SimpleNamespace):
