@@ -131,7 +131,7 @@ def auto(default, help="", **properties):
 
 
 def fill(config, *tables):
-    """Return a copy of the config whose unset `auto` fields have a table's value or their default."""
+    """Return a copy of the config. Its unset `auto` fields are those of a table or the default."""
     config = dataclasses.replace(config)
     for name, option in options(type(config)).items():
         if option.auto and getattr(config, name) is None:
