@@ -11,9 +11,9 @@ MARKS = re.escape(string.punctuation + "".join(
 # Not of a number: its sign, its point or decimal comma (that of 1,000 is), its fraction bar.
 PUNCTUATION = re.compile(
     rf"(?!(?<!\w)-[$.]?\d|[./]\d|(?<=\d),(?!(\d\d,)*\d{{3}}(?!\d))\d)[{MARKS}]")
-# Full-width forms, the dash and the minus sign, and Arabic's point and thousands mark.
+# Full-width forms, hyphens, dashes and the minus sign, and Arabic's point and thousands mark.
 READ_AS = {**dict(zip(range(0xFF01, 0xFF5F), range(0x21, 0x7F))),
-           0x2013: "-", 0x2212: "-", 0x66B: ".", 0x66C: ","}
+           **dict.fromkeys([*range(0x2010, 0x2016), 0x2212], "-"), 0x66B: ".", 0x66C: ","}
 # What a box holds without braces: a number, one letter, a command, a formula in parentheses.
 BARE = r"(?=[\d(+-]|\\[a-z]|[A-Za-z](?![A-Za-z]))(?:[^\s${}]|\{[^{}]*\})+"
 # A box, another brace, or one that is escaped and does not count.

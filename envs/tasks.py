@@ -104,8 +104,7 @@ def _in_turns(columns: list[list[dict]], split: str) -> list[dict]:
     longest = max(map(len, columns))
     for rows in columns:
         if len(rows) < longest:
-            print(f"environment {rows[0]['env']} makes {len(rows)} tasks ({split}), another "
-                  f"{longest}{': they are repeated' if split == 'train' else ''}")
+            print(f"environment {rows[0]['env']}: {len(rows)} {split} tasks, another has {longest}")
     if split == "train":
         columns = [islice(cycle(rows), longest) for rows in columns]
     return list(filter(None, chain(*zip_longest(*columns))))

@@ -18,7 +18,7 @@ in the same way. Without one an episode is not scored.
 Two answers are equal if their forms are:
 
     formula   a text with a command of LaTeX, or with an operator and no word, or a tuple: all but
-              white space, dollar signs, Markdown around it and full stops at its end
+              white space and dollar signs, and Markdown, quotation marks and a full stop around it
     words     any other text: all but case, punctuation and articles, as SQuAD's exact match (arXiv
               1606.05250); a number keeps its sign, and beside an operator all operators stay
 
@@ -33,7 +33,7 @@ from envs.answers import UNSPACED, alternatives, answer_of, boxes, normalized, o
 
 # As in DAPO, with Markdown around it, and in GSM8K.
 LINE = re.compile("^[^\\w\n]*answer[*_ ]*[:\uff1a]|####", re.MULTILINE | re.IGNORECASE)
-MARKDOWN = "*_` \t\r\n"
+AROUND = "*_` \t\r\n\"\u201c\u201d"  # Markdown, white space, quotation marks
 # What a LaTeX text has around and within formulas without a meaning: $, \( \), \[ \] and spaces.
 LAYOUT = re.compile(r"(\\\\)|\\?\$|\\[][(),;:! ]")
 
@@ -94,7 +94,7 @@ def first_line(text: str, is_cut: bool) -> tuple[str, bool]:
     """Return the first line with more than Markdown in it, and whether it was cut."""
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
-        if line.strip(f"{MARKDOWN}$") not in ("", r"\[", r"\("):
+        if line.strip(f"{AROUND}$") not in ("", r"\[", r"\("):
             return line.partition("</answer>")[0], is_cut and number == len(lines)
     return "", is_cut
 
@@ -103,7 +103,7 @@ def first_line(text: str, is_cut: bool) -> tuple[str, bool]:
 def form(text: str) -> list[str]:
     """Return the formula or the words by which an answer is compared."""
     text = LAYOUT.sub(r"\1", one_form(text))
-    text = re.sub(r"\\([%#&_])", r"\1", text).lstrip(MARKDOWN).rstrip(f"{MARKDOWN}.\u3002")
+    text = re.sub(r"\\([%#&_])", r"\1", text).lstrip(AROUND).rstrip(f"{AROUND}.\u3002")
     text = re.sub(r"^-\s+", "-", text)
     # Two letters are a word unless they name a function.
     tokens = ["", *TOKEN.findall(text), ""]

@@ -880,7 +880,7 @@ def test_an_environment_with_few_tasks_takes_none_of_the_others(monkeypatch, cap
             assert [task["k"] for task in held_out if task["env"] == name] == list(range(min(each, made[name])))
         assert [task["env"] for task in train[:6]] == (names.split(",") * 3)[:6]
         said = capsys.readouterr().out
-        assert f"environment a makes 3 tasks (train), another {each}: they are repeated\n" in said and f"environment a makes 3 tasks (test), another {each}\n" in said
+        assert f"environment a: 3 train tasks, another has {each}\n" in said and f"environment a: 3 test tasks, another has {each}\n" in said
     assert len(load_tasks("b,b", "train", 60, 0)) == 60 and not capsys.readouterr().out
 
 
