@@ -1,11 +1,13 @@
 """Read the tool calls in a text that a model wrote, in Hermes's form or as bare JSON.
 
 `parse_tool_calls` never raises. What cannot be read becomes a short error for the model to see, and
-a good call counts even if it stands beside a bad one. It works on decoded text, so a tag spelled
-with ordinary tokens means the same as the added token. Other markups are added to five tables.
+a good call counts even if it stands beside a bad one. What stands inside a call is never another
+call, whether it can be read or not. It works on decoded text, so a tag spelled with ordinary tokens
+means the same as the added token. Other markups are added to four tables.
 """
 import json
 import re
+from collections.abc import Iterable
 from itertools import chain, islice
 
 MAX_CALLS = 64  # in one turn
@@ -13,8 +15,8 @@ KEYS = {"name", "id", "type", "index", "function", "parameters"}  # of a call wi
 MAX_DEPTH = 64  # of nested lists and objects in the arguments of a call
 NAME = re.compile(r"[^\W\d][\w.-]{0,63}")
 
-# Patterns of what stands before and after a call, and of how a thought begins and ends.
-OPENERS, CLOSERS = ["<tool_call>"], ["</tool_call>"]
+# The pattern of what opens a call -> of what closes it; patterns of how a thought begins and ends.
+TAGS = {"<tool_call>": "</tool_call>"}
 THOUGHTS, THOUGHT_ENDS = ["<think>"], ["</think>"]
 
 _SPACE = re.compile(r"\s*")
@@ -23,7 +25,7 @@ _NO_TAG = re.compile("")
 _LIKE_CALL = re.compile(r'(?s)\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"')
 
 
-def any_of(patterns: list[str]) -> re.Pattern:
+def any_of(patterns: Iterable[str]) -> re.Pattern:
     """Return the pattern that matches what one of these does. Python caches it."""
     return re.compile("|".join(patterns))
 
@@ -42,7 +44,7 @@ def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]
     content = text[:position]
     calls, errors = [], []
     opener = _NO_TAG.match(text, position)  # the text itself may be a call
-    closers = re.compile(rf"(?:\s*(?:{any_of(CLOSERS).pattern}))*")
+    closers = re.compile(rf"(?:\s*(?:{any_of(TAGS.values()).pattern}))*")
     while True:
         new_calls, new_errors, position = _attempt(text, opener, tools)
         calls += new_calls
@@ -53,7 +55,7 @@ def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]
             return content.strip(), calls[:MAX_CALLS], [*errors[:1], too_many]
         if opener[0]:
             position = closers.match(text, position).end()
-        opener = any_of(OPENERS).search(text, position)
+        opener = any_of(TAGS).search(text, position)
         if not opener:
             return (content + text[position:]).strip(), calls, errors
         content += text[position : opener.start()]
@@ -122,10 +124,11 @@ def _end_of_thought(text):
         # value of an argument, closes none, nor does that of a later thought.
         if thought.search(text, 0, closer.start()):
             return 0
-        openers = any_of(OPENERS).finditer(text, 0, closer.start())
+        openers = any_of(TAGS).finditer(text, 0, closer.start())
         for opener in islice(chain([_NO_TAG.match(text)], openers), MAX_CALLS):
             calls, _, end = _attempt(text, opener)
-            if calls and end > closer.start():
+            # A call that cannot be read counts where it begins the text.
+            if end > closer.start() and (calls or not text[: opener.start()].strip()):
                 return 0
     return closer.end()
 
@@ -135,63 +138,81 @@ def _attempt(text, opener, tools=None):
     if tools == {} and not opener[0]:
         return [], [], opener.end()
     start = _SPACE.match(text, opener.end()).end()
+    calls, errors, end = [], [], None
     try:
         bodies = (read(text, opener, start, tools) for read in BODIES)
         raw_calls, end = next(filter(None, bodies), ([], start))
         if opener[0] and end == start:
+            end = next_tag(text, start, tags_of(opener))
             got = text[start : start + 20]
             raise ValueError(f"expected a JSON object or a function name, got {got!r}")
         if opener[0] and not raw_calls:
             raise ValueError("a tool call without a function")
+        for raw in raw_calls:
+            try:
+                calls.append(check_call(raw))
+            except ValueError as error:
+                errors.append(_error(error))
     # Nothing that a text does to a parser may end the run.
     except Exception as error:
-        if opener[0] or _LIKE_CALL.match(text, start):
-            return [], [_error(error)], next_tag(text, start)
-        return [], [], opener.end()
-    calls, errors = [], []
-    for raw in raw_calls:
-        try:
-            calls.append(check_call(raw))
-        except ValueError as error:
-            errors.append(_error(error))
-    return calls, errors, end if raw_calls else opener.end()
+        if not opener[0] and not _LIKE_CALL.match(text, start):
+            return [], [], opener.end()
+        errors.append(_error(error))
+        if end is None:
+            end = closing_tag(text, start, opener).start()
+    return calls, errors, end if calls or errors else opener.end()
 
 
-def next_tag(text: str, position: int) -> int:
-    """Return where the next opening or closing tag starts, or the end of the text."""
-    tag = any_of([*CLOSERS, *OPENERS]).search(text, position)
-    return tag.start() if tag else len(text)
+def tags_of(opener: re.Match) -> tuple[str, str]:
+    """Return the patterns of the tags that open and close calls of this opener's family."""
+    families = (tags for tags in TAGS.items() if re.fullmatch(tags[0], opener[0]))
+    return next(families, ("(?!)", r"\Z"))  # without a tag, a call is all of the text
+
+
+def next_tag(text: str, position: int, tags=None) -> int:
+    """Return where the next tag, of these or of all families, starts, or the end of the text."""
+    return any_of([*(tags or [*TAGS, *TAGS.values()]), r"\Z"]).search(text, position).start()
+
+
+def closing_tag(text: str, start: int, opener: re.Match, tags: str = "") -> re.Match:
+    """Return the tag that closes the call which starts there, or the end of the text.
+
+    It is the first one after which none lacks its opening tag: tags in the text of an argument
+    close nothing. The pattern `tags`, if not the family's, has two groups, as here.
+    """
+    tags = tags or "(?P<opens>{})|(?P<closes>{})".format(*tags_of(opener))
+    closer, unopened = re.compile(r"\Z").search(text), 0
+    for tag in reversed([*re.compile(tags).finditer(text, start)]):
+        if not tag["opens"] and not unopened:
+            closer = tag
+        unopened = max(unopened + (tag["closes"] is not None) - bool(tag["opens"]), 0)
+    return closer
 
 
 def read_json(text, opener, start, tools):
-    """Read JSON, in which a model without a tag may have written an answer."""
-    if not text.startswith(("{", "["), start):
-        return None
-    calls, end = _read_calls(text, start)
-    if opener[0] == "<tool_call>" and next_tag(text, end) > end:
+    """Read a call in JSON, a list, or Llama's several with semicolons.
+
+    Without a tag, a model may have written an answer. A bad call spoils none before it.
+    """
+    calls, end = [], start
+    while text.startswith(("{", "["), end):
+        try:
+            value, end = read_value(text, end)
+        except ValueError:
+            if not calls:
+                raise
+            value, end = None, closing_tag(text, start, opener).start()
+        calls += value if isinstance(value, list) else [value]
+        end = _SEPARATOR.match(text, end).end()
+    if opener[0] == "<tool_call>" and end > start and next_tag(text, end) > end:
         raise ValueError(f"unexpected {text[end : end + 20]!r} after the JSON of a tool call")
-    return (calls, end) if opener[0] or any(map(_is_call, calls)) else ([], start)
+    return (calls, end) if opener[0] and end > start or any(map(_is_call, calls)) else None
 
 
 # Readers of what follows an opening tag, or of the text itself, for which the tag is empty. The
 # first one that knows the form is taken: read(text, opener, start, tools) returns the unchecked
 # calls and where they end, or None for another form, or raises ValueError.
 BODIES = [read_json]
-
-
-def _read_calls(text, position):
-    """Read a call, a list, or Llama's several with semicolons. A bad one spoils none before it."""
-    calls = []
-    while text.startswith(("{", "["), position):
-        try:
-            value, end = read_value(text, position)
-        except ValueError:
-            if not calls:
-                raise
-            return [*calls, None], next_tag(text, position)
-        calls += value if isinstance(value, list) else [value]
-        position = _SEPARATOR.match(text, end).end()
-    return calls, position
 
 
 def _is_call(value):

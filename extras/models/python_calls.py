@@ -7,11 +7,13 @@ import warnings
 from core.tool_calls import unique
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-QUOTED = re.compile(r"'((?:\\.|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
+# A string in which a call may stand, quotes and all.
+CALL = r"[\w.]{1,64}\((?:[^()']|'[^']{0,4096}')*+\)"
+QUOTED = re.compile(rf"'((?:\\.|{CALL}|(?!'\s*(?:,\s*\w+=|\)\s*[,\]]))[^\\])*+)'?", re.S)
 
 
-def read(source: str) -> list[dict]:
-    """Return the unchecked calls in [f(x=1), g(y="a")], or raise what the parser raises."""
+def read(source: str):
+    """Yield the unchecked calls in [f(x=1), g(y="a")], or raise what the parser raises."""
     # Python warns of an escape such as "\d".
     with warnings.catch_warnings(action="ignore"):
         try:
@@ -31,7 +33,7 @@ def read(source: str) -> list[dict]:
             raise ValueError("arguments must be literal values") from None
         arguments = unique(list(zip(keys, values)))
         calls.append({"name": ast.unparse(node.func), "arguments": arguments})
-    return calls
+    yield from calls
 
 
 class _JsonWords(ast.NodeTransformer):
