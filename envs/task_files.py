@@ -1,13 +1,15 @@
 """What files say of tasks: their rows, recorded episodes, and the run that wrote a model."""
 import zlib
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import envs
 from core.config import UserError, fill, progress, read_yaml, reading, say_once
 from core.data import json_of, lines_of, parse_object, print_dropped, shuffled
 from core.run import CONFIG, algorithm_of
-from envs.tasks import needed
+
+needed = cache(envs.needed)  # a file may have a million rows
 
 
 # -------------------------------------------------------------------------------- rows of any file

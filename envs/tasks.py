@@ -1,13 +1,10 @@
 """Tasks: the rows that episodes begin with, of a file or of an environment; which are held out."""
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain, cycle, islice, zip_longest
 
 import envs
 from core.config import UserError, auto, flag, reading
 from core.data import json_of, print_dropped, shuffled
-
-needed = cache(envs.needed)  # a file may have a million rows
 
 
 # ------------------------------------------------------------------------------------------- flags
@@ -113,7 +110,7 @@ def _in_turns(columns: list[list[dict]], split: str) -> list[dict]:
 def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
     """Return the tasks that the environment makes itself: in `_tasks`, or each time in `reset`."""
     if not hasattr(cls, "_tasks"):
-        if needed(cls.reset):
+        if envs.needed(cls.reset):
             raise UserError(f"environment {name!r} makes no tasks of its own; give --tasks FILE")
         return [{}] * (n or 1000)
     with reading(f"environment {name!r}: _tasks({split!r}, {n}, {seed})"):
@@ -150,7 +147,7 @@ def drop_seen(held_out: list[dict], training_tasks: list[dict]) -> list[dict]:
     without one, all columns of the held-out tasks are compared.
     """
     names = {task["env"] for task in held_out}
-    required = set().union(*(needed(envs.load(name).reset) for name in names))
+    required = set().union(*(envs.needed(envs.load(name).reset) for name in names))
     # A task that was played has more entries than it was given: the expert's noise.
     columns = set().union(*held_out) - {"env"}
 
