@@ -13,71 +13,56 @@ const logSigmoid = x => Math.min(x, 0) - Math.log1p(Math.exp(-Math.abs(x)));
 // returns its loss, the slope of that in the log-probability, and if the clip stops the gradient.
 const SURROGATES = {
   clipped(logRatio, A, logp, o) {
-    const r = Math.exp(logRatio);
-    const inside = clamp(r, 1 - o.clip_eps_low, 1 + o.clip_eps_high);
+    const r = Math.exp(logRatio), inside = clamp(r, 1 - o.clip_eps_low, 1 + o.clip_eps_high);
     const stopped = r * A > inside * A;
     return [-Math.min(r * A, inside * A), stopped ? 0 : -r * A, stopped];
   },
   cispo(logRatio, A, logp) {
-    const r = Math.exp(logRatio);
-    return [-Math.min(r, 5) * A * logp, -Math.min(r, 5) * A, r > 5];
+    const r = Math.exp(logRatio), w = Math.min(r, 5);
+    return [-w * A * logp, -w * A, r > 5];
   },
   sapo(logRatio, A) {
     const r = Math.exp(logRatio), tau = A > 0 ? 1 : 1.05, gate = sigmoid(tau * (r - 1));
     return [-gate * 4 / tau * A, -4 * gate * (1 - gate) * r * A, false];
   },
   vespo(logRatio, A, logp) {
-    const [power, decay] = A >= 0 ? [2, 3] : [3, 2];
-    const phi = Math.exp(power * logRatio + decay * (1 - Math.exp(logRatio)));
+    const [k, lambda] = A >= 0 ? [2, 3] : [3, 2];
+    const phi = Math.exp(k * logRatio + lambda * (1 - Math.exp(logRatio)));
     return [-phi * A * logp, -phi * A, false];
   },
 };
-
 // A normalizer: what a token of a sequence of n trained tokens counts in the step's loss.
-const NORMALIZERS = {
-  sequence_mean: (n, counts) => 1 / (n * counts.sequences),
-  sequence_sum: (n, counts) => 1 / counts.sequences,
-  token_mean: (n, counts) => 1 / counts.tokens,
-  constant_mean: (n, counts) => 1 / (counts.sequences * counts.max_tokens),
-};
-
+const sequenceMean = (n, counts) => 1 / (n * counts.sequences);
+const sequenceSum = (n, counts) => 1 / counts.sequences;
+const tokenMean = (n, counts) => 1 / counts.tokens;
+const constantMean = (n, counts) => 1 / (counts.sequences * counts.max_tokens);
 // A loss: surrogate, normalizer, what stands for a sequence's log-ratios, its paper's settings.
 const LOSSES = {
-  grpo: ["clipped", "sequence_mean"],
-  dapo: ["clipped", "token_mean", null, {clip_eps_high: 0.28}],
-  dr_grpo: ["clipped", "constant_mean", null, {scale_rewards: "none"}],
-  cispo: ["cispo", "token_mean"],
-  sapo: ["sapo", "sequence_mean"],
-  gspo: ["clipped", "sequence_mean", "mean", {clip_eps_low: 3e-4, clip_eps_high: 4e-4}],
-  luspo: ["clipped", "sequence_sum", "mean", {clip_eps_low: 2e-3, clip_eps_high: 2.5e-3}],
-  vespo: ["vespo", "token_mean", "sum"],
+  grpo: ["clipped", sequenceMean],
+  dapo: ["clipped", tokenMean, null, {clip_eps_high: 0.28}],
+  dr_grpo: ["clipped", constantMean, null, {scale_rewards: "none"}],
+  cispo: ["cispo", tokenMean],
+  sapo: ["sapo", sequenceMean],
+  gspo: ["clipped", sequenceMean, "mean", {clip_eps_low: 3e-4, clip_eps_high: 4e-4}],
+  luspo: ["clipped", sequenceSum, "mean", {clip_eps_low: 2e-3, clip_eps_high: 2.5e-3}],
+  vespo: ["vespo", tokenMean, "sum"],
 };
-const FORMULAS = {
-  clipped: "−min(r · A, clip(r, 1 − e_low, 1 + e_high) · A)", cispo: "−sg(min(r, 5)) · A · logp",
-  sapo: "−4 / tau · sigmoid(tau · (r − 1)) · A", vespo: "−sg(r^k · exp(lambda · (1 − r))) · A · logp",
-  reward_weighted: "−w · logp", sft: "−logp", dpo: "loss(beta · log-ratios of chosen, rejected)",
-};
-
 // A loss of a pair, whose log-ratios c and r are sums over tokens, and cm and rm means.
 const PAIR_LOSSES = {
-  sigmoid: (s, beta) => -logSigmoid(beta * (s.c - s.r)),
-  hinge: (s, beta) => Math.max(0, 1 - beta * (s.c - s.r)),
-  ipo: (s, beta) => (s.cm - s.rm - 1 / (2 * beta)) ** 2,
+  sigmoid: ({c, r}, beta) => -logSigmoid(beta * (c - r)),
+  hinge: ({c, r}, beta) => Math.max(0, 1 - beta * (c - r)),
+  ipo: ({cm, rm}, beta) => (cm - rm - 1 / (2 * beta)) ** 2,
   nca_pair: ({c, r}, b) => -logSigmoid(b * c) - (logSigmoid(-b * c) + logSigmoid(-b * r)) / 2,
-  robust: (s, beta) => -logSigmoid(beta * (s.c - s.r)),
-  bco_pair: (s, beta) => -logSigmoid(beta * s.c) - logSigmoid(-beta * s.r),
-  sppo_hard: (s, beta) => (s.c - 0.5 / beta) ** 2 + (s.r + 0.5 / beta) ** 2,
-  apo_zero: (s, beta) => 1 - sigmoid(beta * s.c) + sigmoid(beta * s.r),
-  apo_down: (s, beta) => sigmoid(beta * s.c) + 1 - sigmoid(beta * (s.c - s.r)),
-  sigmoid_norm: (s, beta) => -logSigmoid(beta * (s.cm - s.rm)),
+  bco_pair: ({c, r}, beta) => -logSigmoid(beta * c) - logSigmoid(-beta * r),
+  sppo_hard: ({c, r}, beta) => (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
+  apo_zero: ({c, r}, beta) => 1 - sigmoid(beta * c) + sigmoid(beta * r),
+  apo_down: ({c, r}, beta) => sigmoid(beta * c) + 1 - sigmoid(beta * (c - r)),
+  sigmoid_norm: ({cm, rm}, beta) => -logSigmoid(beta * (cm - rm)),
 };
 
 function klEstimate(logp, ref, old, kind) {  // [value, its slope in logp]
-  const x = logp - ref, k3 = Math.exp(-x) - 1 + x, slope = 1 - Math.exp(-x);
-  if (kind === "k2") return [x * x / 2, x];
-  if (kind === "k3") return [k3, slope];
-  const r = Math.exp(logp - old);
-  return [k3 * r, (slope + k3) * r];
+  const x = logp - ref, k3 = Math.exp(-x) - 1 + x, slope = 1 - Math.exp(-x), r = Math.exp(logp - old);
+  return {k2: [x * x / 2, x], k3: [k3, slope], k3_ratio: [k3 * r, (slope + k3) * r]}[kind];
 }
 
 function members(ids) {  // the indices of each id
@@ -87,18 +72,18 @@ function members(ids) {  // the indices of each id
 }
 
 function divisor(rewards, groupRewards, scale) {
-  if (scale === "none") return 1;
   const values = scale === "batch" ? rewards : groupRewards, middle = mean(values);
-  return Math.sqrt(sum(values.map(x => (x - middle) ** 2)) / (values.length - 1)) + 1e-4;
+  const std = Math.sqrt(sum(values.map(x => (x - middle) ** 2)) / (values.length - 1));
+  return scale === "none" ? 1 : std + 1e-4;
 }
 
 function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
   const advantages = rewards.map(() => 0);
   for (const group of members(ids)) {
-    const shifted = group.map(i => rewards[i] - rewards[group[0]]);
+    const shifted = group.map(i => rewards[i] - rewards[group[0]]), middle = mean(shifted);
     if (!shifted.some(Boolean)) continue;
     const factor = leaveOneOut ? group.length / (group.length - 1) : 1;
-    const by = divisor(rewards, shifted, scale), middle = mean(shifted);
+    const by = divisor(rewards, shifted, scale);
     group.forEach((i, k) => { advantages[i] = factor * (shifted[k] - middle) / by; });
   }
   return advantages;
@@ -106,29 +91,26 @@ function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
 
 // A credit takes episodes {group, rewards: of the turns} and returns a list of turns for each.
 const returnsToGo = values => values.map((_, k) => sum(values.slice(k)));
+const totals = episodes => episodes.map(t => sum(t.rewards));
+const groups = episodes => episodes.map(t => t.group);
+const splitLike = (values, episodes, start = 0) => episodes.map(t => values.slice(start, start += t.rewards.length));
 const peersByTurn = episodes => episodes.flatMap(t => t.rewards.map((_, k) => `${k} ${t.group}`));
 const CREDITS = {
   episode(episodes, scale, leaveOneOut = false) {
-    const totals = episodes.map(t => sum(t.rewards));
-    const values = groupAdvantages(totals, episodes.map(t => t.group), scale, leaveOneOut);
+    const values = groupAdvantages(totals(episodes), groups(episodes), scale, leaveOneOut);
     return episodes.map((t, i) => t.rewards.map(() => values[i]));
   },
   turn(episodes, scale) {
     const returns = episodes.flatMap(t => returnsToGo(t.rewards));
     return splitLike(groupAdvantages(returns, peersByTurn(episodes), scale), episodes);
   },
-  return(episodes, scale) {
-    const returns = episodes.map(t => sum(t.rewards));
-    const values = episodes.map(t => t.rewards.map(() => 0));
-    for (const group of members(episodes.map(t => t.group))) {
-      const first = returns[group[0]], shifted = group.map(i => returns[i] - first);
-      if (!shifted.some(Boolean)) continue;
-      const by = divisor(returns, shifted, scale), middle = first + mean(shifted);
-      for (const i of group) {
-        values[i] = returnsToGo(episodes[i].rewards).map(x => (x - middle) / by);
-      }
-    }
-    return values;
+  return(episodes, scale) {  // the episode's advantage, less what its earlier turns have earned
+    const returns = totals(episodes), values = groupAdvantages(returns, groups(episodes), scale);
+    return episodes.map((t, i) => {
+      const own = returns.filter((_, k) => episodes[k].group === t.group), by = divisor(returns, own, scale);
+      return returnsToGo(t.rewards).map(x =>
+        own.every(r => r === own[0]) ? 0 : values[i] + (x - returns[i]) / by);
+    });
   },
   process(episodes, scale) {
     const owners = episodes.flatMap(t => t.rewards.map(() => t.group));
@@ -138,21 +120,16 @@ const CREDITS = {
   rloo: (episodes, scale) => CREDITS.episode(episodes, scale, true),
 };
 
-function splitLike(values, episodes) {
-  let start = 0;
-  return episodes.map(t => values.slice(start, start += t.rewards.length));
-}
-
-// What a loss does to a step's tokens. Episodes are {group, rewards, turn, logp, old, ref, sampled},
+// What a loss does to a step's tokens. Episodes are {group, rewards, turn, logp, old, ref, sampled}
 // with an entry for each turn or trained token. Returns for each {advantage, ratio, kl, loss,
 // weight, clipped}: weight is d loss / d logp, and with reward_weighted.py advantage is its weight.
 function tokenWeights(episodes, o, counts) {
-  const names = ["advantage", "ratio", "kl", "loss", "weight", "clipped"];
-  const rows = episodes.map(t => Object.fromEntries(names.map(name => [name, t.logp.map(() => 0)])));
-  const [family, name] = o.loss.split(":");
+  const [family, name] = o.loss.split(":"), columns = ["advantage", "ratio", "kl", "loss", "weight", "clipped"];
+  const rows = episodes.map(t => Object.fromEntries(columns.map(column => [column, t.logp.map(() => 0)])));
   if (family === "dpo") pairWeights(episodes, rows, name, o);
   else if (family in LOSSES) surrogateWeights(episodes, rows, o, counts);
-  else likelihoodWeights(episodes, rows, family === "sft" ? () => 1 : rewardWeight(name, o.beta));
+  else likelihoodWeights(episodes, rows, {imitate: () => 1, linear: above => clamp(above, 0, 20),
+    exp: above => Math.min(Math.exp(above / o.beta), 20)}[name]);
   return rows;
 }
 
@@ -160,7 +137,7 @@ function surrogateWeights(episodes, rows, o, counts) {
   const [surrogate, normalizer, over] = LOSSES[o.loss], cap = o.importance_correction;
   const credits = CREDITS[o.credit](episodes, o.scale_rewards);
   episodes.forEach(({logp, old, ref, sampled, turn}, e) => {
-    const total = sum(logp.map((x, i) => x - old[i])), share = NORMALIZERS[normalizer](logp.length, counts);
+    const total = sum(logp.map((x, i) => x - old[i])), share = normalizer(logp.length, counts);
     logp.forEach((x, i) => {
       const logRatio = {mean: total / logp.length, sum: total}[over] ?? x - old[i];
       const A = credits[e][turn[i]] * (cap ? Math.min(Math.exp(old[i] - sampled[i]), cap) : 1);
@@ -173,31 +150,22 @@ function surrogateWeights(episodes, rows, o, counts) {
   });
 }
 
-const rewardWeight = (weighting, beta, largest = 20) => above =>
-  weighting === "exp" ? Math.min(Math.exp(above / beta), largest) : clamp(above, 0, largest);
-
 function likelihoodWeights(episodes, rows, weightOf) {  // sft.py, reward_weighted.py
   const returns = episodes.flatMap(t => returnsToGo(t.rewards));
   const above = groupAdvantages(returns, peersByTurn(episodes), "none");
   const ofTurns = splitLike(above.map(weightOf), episodes);
-  const weights = episodes.map((t, e) => t.turn.map(k => ofTurns[e][k]));
-  const total = sum(weights.flat()) || 1;
-  rows.forEach((row, e) => {
-    row.advantage = weights[e];
-    row.loss = weights[e].map((w, i) => -w * episodes[e].logp[i]);
-    row.weight = weights[e].map(w => -w / total);
-  });
+  const weights = episodes.map((t, e) => t.turn.map(k => ofTurns[e][k])), total = sum(weights.flat()) || 1;
+  rows.forEach((row, e) => Object.assign(row, {advantage: weights[e], weight: weights[e].map(w => -w / total),
+    loss: weights[e].map((w, i) => -w * episodes[e].logp[i])}));
 }
 
 function pairWeights(episodes, rows, name, o) {  // dpo.py, of the best and the worst of each group
-  const reward = e => sum(episodes[e].rewards);
-  const pairs = members(episodes.map(t => t.group)).map(group => {
-    const byReward = [...group].sort((a, b) => reward(b) - reward(a));
+  const rewards = totals(episodes), pairs = members(groups(episodes)).map(group => {
+    const byReward = [...group].sort((a, b) => rewards[b] - rewards[a]);
     return [byReward[0], byReward.at(-1)];
-  }).filter(([best, worst]) => reward(best) > reward(worst));
+  }).filter(([best, worst]) => rewards[best] > rewards[worst]);
   for (const pair of pairs) {
-    const [chosen, rejected] = pair.map(e => episodes[e]);
-    const loss = (up, down) => pairLoss(name, chosen, rejected, up, down, o);
+    const loss = (up, down) => pairLoss(name, ...pair.map(e => episodes[e]), up, down, o);
     const h = 1e-4;  // all tokens of an episode have one slope
     const slopes = [(loss(h, 0) - loss(-h, 0)) / (2 * h), (loss(0, h) - loss(0, -h)) / (2 * h)];
     pair.forEach((e, side) => {
@@ -209,72 +177,62 @@ function pairWeights(episodes, rows, name, o) {  // dpo.py, of the best and the 
 }
 
 function pairLoss(name, chosen, rejected, up, down, o) {  // up, down: added to their log-probs
-  const logRatio = t => sum(t.logp.map((x, i) => x - (t.ref || t.old)[i]));
-  const c = logRatio(chosen) + up, r = logRatio(rejected) + down, n = chosen.logp.length;
-  const scores = {c, r, cm: c / n, rm: r / rejected.logp.length};
-  return PAIR_LOSSES[name](scores, o.beta) - (o.sft_coef || 0) * (sum(chosen.logp) + up) / n;
+  const logRatio = t => sum(t.logp.map((x, i) => x - (t.ref || t.old)[i])), n = chosen.logp.length;
+  const c = logRatio(chosen) + up, r = logRatio(rejected) + down;
+  return PAIR_LOSSES[name]({c, r, cm: c / n, rm: r / rejected.logp.length}, o.beta)
+    - (o.sft_coef || 0) * (sum(chosen.logp) + up) / n;
 }
 
 // The 95 % interval of a difference of two shares, from theirs: Newcombe 1998, method 10.
-function difference(p1, [low1, high1], p2, [low2, high2]) {
-  const d = p2 - p1;
-  return [d, d - Math.hypot(p2 - low2, high1 - p1), d + Math.hypot(high2 - p2, p1 - low1)];
-}
+const difference = (p1, [low1, high1], p2, [low2, high2]) => [p2 - p1,
+  p2 - p1 - Math.hypot(p2 - low2, high1 - p1), p2 - p1 + Math.hypot(high2 - p2, p1 - low1)];
 
 // ------------------------------------------------------------------------------------------ data
 // What one looks at: places in DATA; an episode's is that in its group sorted by reward.
 const state = {run: 0, step: 0, group: 0, episode: 0, token: null, pinned: false, last: true,
   colour: "advantage", whatIf: null, task: 0, left: 0, right: 1e9};
 const revealed = new Set();  // episodes whose advantage the class has seen
+const asked = new Map();  // episode -> its row of tokenWeights, with `differs`
+const decoded = [new Map(), new Map()];  // of the first and the last update: episode -> numbersOf it
+const plots = [];
 let DATA, STEPS, palette;  // STEPS: for each run [[step, its groups]]
 
 const theRun = () => DATA.runs[state.run];
 const theGroups = () => STEPS[state.run][state.step]?.[1] || [];
 const theGroup = () => theGroups()[state.group];
 const theEpisode = () => theGroup().episodes[state.episode];
+const goTo = change => show({token: null, pinned: false, group: 0, episode: 0, ...change});
 const isHidden = episode => document.body.className === "class" && !revealed.has(episode);
 
 function stepsOf(run) {
   const pairs = (run.pairs || []).map(pair => ({...pair, episodes: [pair.chosen, pair.rejected]}));
-  const steps = new Map();
-  for (const group of [...(run.groups || []), ...pairs]) {
-    if (!group.chosen) group.episodes.sort((a, b) => b.reward - a.reward);
-    steps.set(group.step, [...(steps.get(group.step) || []), group]);
-  }
-  return [...steps].sort(([a], [b]) => a - b);
+  const all = [...(run.groups || []), ...pairs];
+  for (const group of all) if (!group.chosen) group.episodes.sort((a, b) => b.reward - a.reward);
+  return members(all.map(group => group.step)).map(places => [all[places[0]].step, places.map(i => all[i])])
+    .sort(([a], [b]) => a - b);
 }
 
-function floats(value) {  // base64 of little-endian float32, a list, or null
-  if (typeof value !== "string") return value;
-  return [...new Float32Array(Uint8Array.from(atob(value), c => c.charCodeAt(0)).buffer)];
-}
+// Base64 of little-endian float32s, or a list, or null.
+const floats = value => typeof value !== "string" ? value
+  : [...new Float32Array(Uint8Array.from(atob(value), c => c.charCodeAt(0)).buffer)];
 
-// An episode's numbers at its first or last recorded update: lists with an entry for each trained
-// token. slot leads from a token to its entry (-1: not trained), turn to its turn.
-const decoded = [new Map(), new Map()];
+// An episode's numbers at the update one looks at: lists with an entry for each trained token.
 function numbersOf(episode) {
-  const updates = episode.updates || [], known = decoded[Number(state.last)];
+  const known = decoded[Number(state.last)], update = (episode.updates || []).at(state.last ? -1 : 0) || {};
   if (known.has(episode)) return known.get(episode);
-  const update = updates.at(state.last ? -1 : 0) || {};
   const n = {sampled: floats(episode.sampled_f32), clipped: update.clipped};
-  for (const name of ["advantage", "old", "new", "ref", "entropy", "weight"]) {
-    n[name] = floats(update[`${name}_f32`]);
-  }
+  for (const name of ["advantage", "old", "new", "ref", "entropy", "weight"]) n[name] = floats(update[`${name}_f32`]);
   n.old ??= n.sampled;
   n.new ??= n.old;
   n.probability = n.sampled?.map(Math.exp);
   n.ratio = n.old && n.new.map((x, i) => Math.exp(x - n.old[i]));
-  n.slot = episode.tokens.map(() => -1);
-  episode.at.forEach((t, i) => { n.slot[t] = i; });
   const trained = episode.turns.filter(turn => turn.trained);
   n.turn = episode.at.map(t => Math.max(0, trained.findIndex(turn => t < turn.end)));
   known.set(episode, n);
   return n;
 }
 
-// The same in a what-if, where there is one.
-const askedOf = episode => state.whatIf && asked.has(episode)
-  ? {...numbersOf(episode), ...asked.get(episode)} : numbersOf(episode);
+const askedOf = episode => ({...numbersOf(episode), ...(state.whatIf ? asked.get(episode) : {})});
 
 // A choice of colour: what it needs, the value of a trained token, how the legend writes it. With
 // `two` values below 0 are orange and above 0 blue, else all are orange.
@@ -295,11 +253,12 @@ const every = selector => document.querySelectorAll(selector);
 const css = name => getComputedStyle(document.body).getPropertyValue(name).trim();
 const short = (text, n) => text.length > n ? `${text.slice(0, n - 1)}…` : text;
 const signed = x => (x > 0 ? "+" : "") + number(x);
-const sizes = values => Math.max(...values.map(Math.abs));
+const metricTitle = name => [name, ...(DATA.metrics?.[name] || [])].filter(Boolean).join(" · ");
+const percent = share => `${100 * share}%`;
+const largestOf = values => Math.max(0, ...values.map(Math.abs));
 
 function number(x) {
-  if (x == null) return "–";
-  if (!Number.isFinite(x)) return String(x);
+  if (x == null || !Number.isFinite(x)) return String(x ?? "–");
   if (Math.abs(x) >= 1000) return x.toLocaleString("en", {maximumFractionDigits: 0});
   const tiny = x !== 0 && Math.abs(x) < 1e-3;
   return (tiny ? x.toExponential(1) : String(Number(x.toPrecision(3)))).replaceAll("-", "−");
@@ -324,28 +283,20 @@ function put(target, ...children) {  // what is null or false is left out
 }
 
 function colourOf(share, two) {  // of -1 .. 1: orange, zero (white, grey in the dark), blue
-  const end = two && share > 0 ? palette[2] : palette[1], part = Math.min(Math.abs(share), 1) ** 0.75;
+  const end = palette[two && share > 0 ? 2 : 1], part = Math.min(Math.abs(share), 1) ** 0.75;
   return `rgb(${palette[0].map((c, i) => Math.round(c + part * (end[i] - c)))})`;
 }
 
-function metricTitle(name) {
-  const [unit, sentence, lookFor] = DATA.metrics?.[name] || [];
-  return sentence ? `${name}${unit ? `, ${unit}` : ""}: ${sentence} ${lookFor || ""}` : name;
-}
-
 function bar(x, low, high, middle) {  // from 0 to x, with a line at the middle
-  const span = high - low || 1, style = {left: percent((Math.min(0, x) - low) / span), width: percent(Math.abs(x) / span)};
-  return h("span.track", {}, h(x < 0 ? "i.down" : "i.up", {style}),
-    middle != null && h("em", {style: {left: percent((middle - low) / span)}}));
+  const at = y => percent((y - low) / (high - low || 1)), width = percent(Math.abs(x) / (high - low || 1));
+  return h("span.track", {}, h(x < 0 ? "i.down" : "i.up", {style: {left: at(Math.min(0, x)), width}}),
+    middle != null && h("em", {style: {left: at(middle)}}));
 }
 
+const rewardsOf = items => items.flatMap(({episodes}) => episodes.map(e => e.reward ?? 0));
+const rewardRange = items => [Math.min(0, ...rewardsOf(items)), Math.max(0, ...rewardsOf(items))];
 const rewardBars = ({episodes}, [low, high]) => h("span.bars", {}, episodes.map(e =>
   h("i", {style: {height: percent(0.1 + 0.9 * ((e.reward ?? 0) - low) / (high - low || 1))}})));
-
-function rewardRange(groups) {
-  const rewards = groups.flatMap(group => group.episodes.map(e => e.reward ?? 0));
-  return [Math.min(0, ...rewards), Math.max(0, ...rewards)];
-}
 
 // ------------------------------------------------------------------------------ steps and groups
 function show(change = {}) {
@@ -355,43 +306,36 @@ function show(change = {}) {
   find("steps").hidden = !theGroup();
   if (!theGroup()) return;
   state.episode = clamp(state.episode, 0, theGroup().episodes.length - 1);
-  computeWhatIf();
-  for (const draw of [drawStep, drawGroup, drawColours, drawEpisode, drawToken]) draw();
+  for (const draw of [computeWhatIf, drawStep, drawGroup, drawColours, drawEpisode, drawToken]) draw();
 }
 
-const goTo = change => show({token: null, pinned: false, group: 0, episode: 0, ...change});
-
 function drawRun() {
-  const run = theRun(), name = ["success", "pairs/accuracy", "held_out_loss", "loss", "reward"]
-    .find(key => run.after?.[key] != null);
-  document.title = `${run.algorithm} · ${run.name}`;
-  put("algorithm", run.algorithm);
-  put("run", run.name);
-  put("facts", [run.held_out && `${run.held_out} held-out tasks`, `${run.steps.length} steps`,
-    run.seconds && `${Math.round(run.seconds)} s`,
-    ...Object.entries(run.changed || {}).map(([flag, value]) => `--${flag} ${value}`)]
-    .filter(Boolean).join(" · "));
-  put("result", name && [h("span", {title: metricTitle(name)}, name), outcome(run, name)]);
+  const run = theRun(), {algorithm, name, steps, held_out: held, seconds, changed = {}, flags = {}} = run;
+  const best = ["success", "pairs/accuracy", "held_out_loss", "loss", "reward"].find(key => run.after?.[key] != null);
+  document.title = `${algorithm} · ${name}`;
+  put("algorithm", algorithm);
+  put("run", name);
+  put("facts", [held && `${held} held-out tasks`, `${steps.length} steps`, seconds && `${Math.round(seconds)} s`,
+    ...Object.entries(changed).map(([flag, value]) => `--${flag} ${value}`)].filter(Boolean).join(" · "));
+  put("result", best && [h("span", {title: metricTitle(best)}, best), outcome(run, best)]);
   put("runs", DATA.runs.map((r, i) => h("option", {value: i, selected: r === run}, r.name)));
   find("runs").hidden = DATA.runs.length < 2;
-  put("flags", Object.entries(run.flags || {}).map(([flag, value]) =>
-    h("div", {}, h("dt", {}, flag), h("dd", {}, String(value)))));
+  put("flags", Object.entries(flags).map(([k, value]) => h("div", {}, h("dt", {}, k), h("dd", {}, String(value)))));
 }
 
 function outcome({before, after}, name) {  // "0.5 → 0.9" and both 95 % intervals from 0 to 1
-  const intervals = [before, after].map((part, i) => part?.[`${name}_interval`]
-    && interval(part[name], ...part[`${name}_interval`], ["before", "after"][i]));
+  const intervals = [[before, "before"], [after, "after"]].map(([part, kind]) => {
+    const [low, high] = part?.[`${name}_interval`] || [];
+    return low != null && h(`span.${kind}`, {}, h("em", {style: {left: percent(part[name])}}),
+      h("i", {style: {left: percent(low), width: percent(high - low)}}));
+  });
   return [h("b.before", {}, number(before?.[name])), " → ", h("b.after", {}, number(after?.[name])),
     intervals.some(Boolean) && h("span.intervals", {title: "95 % intervals, from 0 to 1"}, intervals)];
 }
 
-const percent = share => `${100 * share}%`;
-const interval = (x, low, high, kind) => h(`span.${kind}`, {}, h("em", {style: {left: percent(x)}}),
-  h("i", {style: {left: percent(low), width: percent(high - low)}}));
-
 function drawStep() {
   const steps = STEPS[state.run], [step, groups] = steps[state.step], rows = theRun().steps;
-  const line = rows.find(row => row.step === step) || {};
+  const line = rows.find(row => row.step === step) || {}, range = rewardRange(groups);
   put("where", h("b", {}, `Step ${step}`), ` of ${rows.at(-1)?.step ?? step}`,
     ["success", "reward", "accuracy", "loss"].filter(name => line[name] != null).slice(0, 2)
       .map(name => h("span", {title: metricTitle(name)}, ` · ${name} ${number(line[name])}`)));
@@ -399,92 +343,70 @@ function drawStep() {
   for (const plot of plots) plot.redraw(false);
   put("chips", groups.map((group, g) => h(`button.chip.${group.silent ? "silent" : "teaches"}`,
     {"aria-pressed": g === state.group, title: group.silent, onclick: () => goTo({group: g})},
-    rewardBars(group, rewardRange(groups)), h("span", {}, short(group.task, 36), h("small", {}, statistics(group))))));
+    rewardBars(group, range), h("span", {}, short(group.task, 36), h("small", {}, statistics(group))))));
 }
 
-function statistics({silent, chosen, margin, mean, std}) {
-  if (silent) return "teaches nothing";
-  return chosen ? `margin ${number(margin)}` : `mean ${number(mean)}, std ${number(std)}`;
-}
-
-function callText({name, arguments: values, error}) {
-  const texts = Object.values(values ?? {}).map(v => typeof v === "string" ? v : JSON.stringify(v));
-  return `${name}(${short(texts.join(", "), 80)})${error ? " ✗" : ""}`;
-}
+const statistics = ({silent, chosen, margin, mean, std}) => silent ? "teaches nothing"
+  : chosen ? `margin ${number(margin)}` : `mean ${number(mean)}, std ${number(std)}`;
+const valuesText = values => Object.values(values ?? {}).map(v => typeof v === "string" ? v : JSON.stringify(v)).join(", ");
+const callText = call => `${call.name}(${short(valuesText(call.arguments), 80)})${call.error ? " ✗" : ""}`;
 
 function drawGroup() {
   const group = theGroup(), {episodes} = group, [low, high] = rewardRange([group]);
-  const largest = sizes(episodes.map(e => e.advantage ?? 0));
+  const largest = largestOf(episodes.map(e => e.advantage ?? 0));
   put("task", group.task);
   put("statistics", statistics(group), group.chosen ? " · implicit rewards "
     + (group.implicit_reward || []).map(number).join(" and ") : ` · ${episodes.length} episodes`);
-  find("silence").hidden = !group.silent;
-  put("silence", `This group teaches nothing: ${group.silent}.`);
-  find("rows").className = group.silent ? "silent" : "";
+  put("silence", `This group teaches nothing: ${group.silent}.`).hidden = !group.silent;
   put("rows", episodes.map((episode, e) => h("div.row", {"aria-current": e === state.episode,
     onclick: () => show({episode: e, token: null, pinned: false})},
-  h("div.reward", {}, h("b", {}, number(episode.reward)),
-    bar(episode.reward ?? 0, low, high, group.mean)),
+  h("div.reward", {}, h("b", {}, number(episode.reward)), bar(episode.reward ?? 0, low, high, group.mean)),
   h("canvas.strip"),
   h("div.advantage", {}, isHidden(episode)
     ? h("button.guess", {title: "Predict it, then click.", onclick: () => reveal([episode])}, "?")
     : [bar(episode.advantage ?? 0, -largest, largest, 0), h("b", {}, signed(episode.advantage))]),
   h("div.calls", {}, group.chosen && ["chosen: ", "rejected: "][e],
     [...(episode.calls || []).map(callText), episode.stop_reason].filter(Boolean).join(" → "),
-    Object.entries(episode.parts || {}).map(([k, x]) => h("small", {}, `  ${k} ${number(x)}`))))));
+    Object.entries(episode.parts || {}).map(([k, x]) => h("small", {}, `  ${k} ${number(x)}`))))))
+    .className = group.silent ? "silent" : "";
   every(".strip").forEach((canvas, e) => drawStrip(canvas, e, episodes[e]));
 }
 
-function reveal(episodes) {
-  episodes.forEach(episode => revealed.add(episode));
-  show();
-}
+const reveal = episodes => show(void episodes.forEach(episode => revealed.add(episode)));
+const tells = name => /advantage|weight|clipped/.test(name);  // what a class is to predict
 
-function colourNow() {  // what can be shown: it was recorded, and does not tell the class the answer
-  const {needs} = COLOURS[state.colour], tells = /advantage|weight|clipped/.test(state.colour);
-  const secret = tells && theGroup().episodes.some(isHidden);
+function colourNow() {
+  const {needs} = COLOURS[state.colour], secret = tells(state.colour) && theGroup().episodes.some(isHidden);
   return secret || needs && !numbersOf(theEpisode())[needs] ? "trained" : state.colour;
 }
 
-function valuesOf(episode, n) {  // of its trained tokens; n: numbersOf, or askedOf
-  const {of} = COLOURS[colourNow()];
-  return episode.at.map((_, i) => of(n, i));
-}
+const valuesOf = (episode, n) => episode.at.map((_, i) => COLOURS[colourNow()].of(n, i));
 
-function painter() {  // a colour is full at the largest value of the group
-  if (colourNow() === "trained") return [() => css("--own"), 0];
+function painter() {  // [the colour of a value, the largest value of the group, where it is full]
   const values = theGroup().episodes.flatMap(episode =>
     [...valuesOf(episode, numbersOf(episode)), ...valuesOf(episode, askedOf(episode))]);
-  const largest = sizes(values) || 1, {two} = COLOURS[colourNow()];
-  return [x => colourOf(x / largest, two), largest];
+  const largest = largestOf(values) || 1, {two} = COLOURS[colourNow()], own = css("--own");
+  return colourNow() === "trained" ? [() => own, 0] : [x => colourOf(x / largest, two), largest];
 }
 
 function drawStrip(canvas, e, episode) {  // in a what-if its lower half
-  const {slot} = numbersOf(episode), [colour] = painter(), pen = canvas.getContext("2d");
+  const [colour] = painter(), pen = canvas.getContext("2d"), n = episode.tokens.length;
   const width = canvas.width = canvas.clientWidth * devicePixelRatio;
   const height = canvas.height = canvas.clientHeight * devicePixelRatio;
-  const x = t => Math.round(t / slot.length * width);
+  const x = t => Math.round(t / n * width), at = event => clamp(Math.floor(event.offsetX / canvas.clientWidth * n), 0, n - 1);
   pen.fillStyle = css("--context");
   pen.fillRect(0, height * 0.35, width, height * 0.3);
-  [numbersOf(episode), askedOf(episode)].forEach((n, lane) => {
-    const values = valuesOf(episode, n);
-    slot.forEach((i, t) => {
-      if (i < 0) return;
-      pen.fillStyle = colour(values[i]);
-      pen.fillRect(x(t), lane * height / 2, x(t + 1) - x(t), height / 2);
-    });
-  });
-  const at = event => clamp(Math.floor(event.offsetX / canvas.clientWidth * slot.length), 0, slot.length - 1);
+  [numbersOf(episode), askedOf(episode)].forEach((numbers, lane) => valuesOf(episode, numbers).forEach((value, i) => {
+    const t = episode.at[i];
+    pen.fillStyle = colour(value);
+    pen.fillRect(x(t), lane * height / 2, x(t + 1) - x(t), height / 2);
+  }));
   canvas.onmousemove = event => point(e, at(event));
-  canvas.onclick = event => {
-    event.stopPropagation();
-    show({episode: e, token: at(event), pinned: true});
-  };
+  canvas.onclick = event => event.stopPropagation(show({episode: e, token: at(event), pinned: true}));
 }
 
 function drawColours() {
-  const n = numbersOf(theEpisode()), {two, write = signed} = COLOURS[colourNow()];
-  const [colour, largest] = painter();
+  const n = numbersOf(theEpisode()), {two, write = signed} = COLOURS[colourNow()], [colour, largest] = painter();
   for (const button of every("[data-colour]")) {
     const name = button.dataset.colour, {needs} = COLOURS[name];
     button.setAttribute("aria-pressed", name === state.colour);
@@ -503,7 +425,7 @@ function drawEpisode() {
     const episode = episodes[e], n = askedOf(episode), values = valuesOf(episode, n);
     const title = chosen ? ["chosen", "rejected"][e] : `Episode ${e + 1} of ${episodes.length}`;
     return talk(episode, title, (node, t) => {
-      const i = n.slot[t];
+      const i = episode.at.indexOf(t);
       node.onmouseenter = () => point(e, t);
       node.onclick = () => show({episode: e, token: t, pinned: !(state.pinned && state.token === t)});
       if (i < 0) return;
@@ -511,54 +433,47 @@ function drawEpisode() {
       node.classList.toggle("clipped", Boolean(n.clipped?.[i]) && !isHidden(episode));
       node.classList.toggle("differs", Boolean(n.differs?.[i]));
     });
-  }));
-  find("episode").className = chosen ? "beside" : "";
+  })).className = chosen ? "beside" : "";
 }
 
 // An episode's turns: what the policy wrote is open, context and tool results are folded.
 function talk(episode, title, decorate) {
-  const rewards = [...(episode.turn_rewards || [])], calls = episode.calls || [];
-  const facts = [`reward ${number(episode.reward)}`, `${episode.tokens.length} tokens`,
-    `${episode.at.length} trained`, episode.stop_reason];
+  const rewards = [...(episode.turn_rewards || [])], facts = [`reward ${number(episode.reward)}`,
+    `${episode.tokens.length} tokens`, `${episode.at.length} trained`, episode.stop_reason];
   return h("div.talk", {}, h("h3", {}, title, h("small", {}, `  ${facts.filter(Boolean).join(", ")}`)),
     episode.turns.map(({role, start, end, trained}, place) => {
-      const tokens = episode.tokens.slice(start, end), own = calls.filter(c => c.turn === place - 1);
-      const text = h("pre", {}, tokens.map((token, k) => {
-        const node = h(trained ? "i.tok.trained" : "i.tok", {"data-t": start + k},
-          token.replaceAll("\n", "↵\n"));
+      const text = h("pre", {}, episode.tokens.slice(start, end).map((token, k) => {
+        const node = h(trained ? "i.tok.trained" : "i.tok", {"data-t": start + k}, token.replaceAll("\n", "↵\n"));
         decorate(node, start + k);
         return node;
       }));
-      if (!trained) {
-        return h(`details.turn.${role}`, {}, h("summary", {}, h("span.role", {}, role), short(own.length
-          ? own.map(c => `${callText(c)} = ${c.result}`).join("; ") : tokens.join(""), 160)), text);
+      const reward = trained ? rewards.shift() : null, kind = reward > 0 ? "up" : reward < 0 ? "down" : "none";
+      if (trained) {
+        return h("div.turn.assistant", {}, h("span.role", {}, role), text,
+          reward != null && h(`b.badge.${kind}`, {title: "reward of this turn"}, signed(reward)));
       }
-      const reward = rewards.shift(), kind = reward > 0 ? "up" : reward < 0 ? "down" : "none";
-      return h("div.turn.assistant", {}, h("span.role", {}, role), text,
-        reward != null && h(`b.badge.${kind}`, {title: "reward of this turn"}, signed(reward)));
+      const results = (episode.calls || []).filter(call => call.turn === place - 1)
+        .map(call => `${callText(call)} = ${call.result}`).join("; ");
+      return h(`details.turn.${role}`, {}, h("summary", {}, h("span.role", {}, role),
+        short(results || text.textContent.replaceAll("↵", ""), 160)), text);
     }));
 }
 
-function point(episode, token) {
-  if (state.pinned || episode !== state.episode && !theGroup().chosen) return;
-  Object.assign(state, {episode, token});
-  drawToken();
-}
+const point = (episode, token) => !state.pinned && (episode === state.episode || theGroup().chosen)
+  && drawToken(Object.assign(state, {episode, token}));
 
 function drawToken() {
-  const episode = theEpisode(), t = state.token, n = numbersOf(episode), i = n.slot[t] ?? -1;
-  const side = find("episode").children[theGroup().chosen ? state.episode : 0];
+  const episode = theEpisode(), t = state.token, n = numbersOf(episode), i = episode.at.indexOf(t);
   every(".tok.here").forEach(node => node.classList.remove("here"));
-  side.querySelector(`[data-t="${t}"]`)?.classList.add("here");
+  find("episode").children[theGroup().chosen ? state.episode : 0]
+    .querySelector(`[data-t="${t}"]`)?.classList.add("here");
   find("token").className = t == null ? "empty" : i < 0 ? "context" : "";
   if (t == null) return;
-  const role = episode.turns.find(({end}) => t < end)?.role ?? "";
   put("text", episode.tokens[t].replaceAll("\n", "↵"));
-  put("place", `${role}, ${t + 1} of ${n.slot.length}, id ${episode.ids[t]}`);
+  put("place", `${episode.turns.find(({end}) => t < end)?.role}, ${t + 1} of ${episode.tokens.length}, id ${episode.ids[t]}`);
   for (const node of every("[data-fact]")) {
-    const name = node.dataset.fact, secret = /advantage|weight|clipped/.test(name) && isHidden(episode);
-    node.parentNode.hidden = n[name]?.[i] == null || secret;
-    put(node, number(n[name]?.[i]));
+    const name = node.dataset.fact;
+    put(node, number(n[name]?.[i])).parentNode.hidden = n[name]?.[i] == null || tells(name) && isHidden(episode);
   }
   drawEquation(episode, n, i);
 }
@@ -571,7 +486,7 @@ function drawEquation(episode, n, i) {
   const A = row.advantage[i], values = {A, w: A, r: row.ratio[i], logp: n.new[i], e_low: o.clip_eps_low,
     e_high: o.clip_eps_high, kl_coef: o.kl_coef, KL: row.kl[i], beta: o.beta,
     tau: A > 0 ? 1 : 1.05, k: A < 0 ? 3 : 2, lambda: A < 0 ? 2 : 3};
-  const formula = FORMULAS[LOSSES[family]?.[0] ?? family]
+  const formula = (find("whatif").querySelector(`[value="${o.loss}"]`)?.closest("[data-formula]").dataset.formula ?? "")
     + (o.kl_coef && LOSSES[family] ? " + kl_coef · KL" : "");
   put("loss", `${state.whatIf ? "What if: " : ""}${name || family}`);
   put("formula", formula);
@@ -583,8 +498,6 @@ function drawEquation(episode, n, i) {
 }
 
 // --------------------------------------------------------------------------------------- what if
-const asked = new Map();  // episode -> its row of tokenWeights, with `differs`
-
 function settingsOf({algorithm, flags = {}}) {
   const loss = {sft: "sft:imitate", reward_weighted: `reward_weighted:${flags.weighting}`,
     dpo: `dpo:${(flags.loss || "sigmoid").split(",")[0]}`}[algorithm] || flags.loss || "grpo";
@@ -593,25 +506,23 @@ function settingsOf({algorithm, flags = {}}) {
 }
 
 function inputOf(episode, group, g, added) {  // of tokenWeights
-  const n = numbersOf(episode), turns = Math.max(0, ...n.turn) + 1;
-  let rewards = [...(episode.turn_rewards || [])];
-  if (rewards.length !== turns) rewards = Array(turns).fill(0);
-  if (group.chosen) rewards[turns - 1] += (episode === group.chosen) - sum(rewards);
-  if (episode === theEpisode()) rewards[turns - 1] += added;
-  return {group: g, rewards, turn: n.turn, logp: n.new, old: n.old, ref: n.ref, sampled: n.sampled};
+  const {turn, new: logp, old, ref, sampled} = numbersOf(episode), last = Math.max(0, ...turn);
+  const known = episode.turn_rewards?.length === last + 1, rewards = known ? [...episode.turn_rewards] : Array(last + 1).fill(0);
+  if (group.chosen) rewards[last] += (episode === group.chosen) - sum(rewards);
+  if (episode === theEpisode()) rewards[last] += added;
+  return {group: g, rewards, turn, logp, old, ref, sampled};
 }
 
 // Adam divides a loss's scale away, so what is compared is how it shares its push among the tokens.
 function computeWhatIf() {
-  const o = {...settingsOf(theRun()), ...state.whatIf}, [family, name] = o.loss.split(":");
+  const o = {...settingsOf(theRun()), ...state.whatIf}, [family, name] = o.loss.split(":"), groups = theGroups();
   asked.clear();
   if (!(family in LOSSES) && !(name in PAIR_LOSSES) && !/^(sft|reward_weighted)$/.test(family)) return;
-  const inputs = theGroups().flatMap((group, g) => group.episodes.map(episode =>
-    inputOf(episode, group, g, o.reward_added)));
-  const episodes = theGroups().flatMap(group => group.episodes), total = inputs.flatMap(t => t.logp).length;
-  const step = STEPS[state.run][state.step][0], line = theRun().steps.find(row => row.step === step) || {};
-  const rows = tokenWeights(inputs, o, {max_tokens: o.max_tokens, sequences: line.episodes || episodes.length,
-    tokens: Math.round(line.sampled_tokens * line.episodes) || total});
+  const episodes = groups.flatMap(group => group.episodes);
+  const inputs = groups.flatMap((group, g) => group.episodes.map(e => inputOf(e, group, g, o.reward_added)));
+  const {episodes: played, sampled_tokens: each} = theRun().steps.find(row => row.step === groups[0].step) || {};
+  const total = inputs.flatMap(t => t.logp).length, rows = tokenWeights(inputs, o,
+    {max_tokens: o.max_tokens, sequences: played || episodes.length, tokens: Math.round(each * played) || total});
   const trained = episodes.map((episode, e) => numbersOf(episode).weight || rows[e].weight);
   const size = lists => sum(lists.flat().map(Math.abs)) || 1;
   const scale = state.whatIf ? size(trained) / size(rows.map(row => row.weight)) : 1;
@@ -642,82 +553,70 @@ function ask({target: {name, type, value}}) {
 
 // ----------------------------------------------------------------------- the same task over steps
 function occurrences() {  // [[task, [{label, episodes}]]] of what was played twice, in all runs
-  const found = new Map(), add = (task, item) => found.set(task, [...(found.get(task) || []), item]);
-  DATA.runs.forEach((run, r) => {
+  const found = DATA.runs.flatMap((run, r) => {
     const name = DATA.runs.length > 1 ? `${run.name} ` : "";
-    for (const {when, episode} of run.played || []) {
-      add("a held-out task, before and after", {label: name + when, episodes: [episode]});
-    }
-    for (const [step, groups] of STEPS[r]) {
-      for (const {task, episodes} of groups) add(task, {label: `${name}step ${step}`, episodes});
-    }
+    return [...(run.played || []).map(({when, episode}) =>
+      ({task: "a held-out task, before and after", label: name + when, episodes: [episode]})),
+    ...STEPS[r].flatMap(([step, groups]) => groups.map(group => ({...group, label: `${name}step ${step}`})))];
   });
-  return [...found].filter(([, items]) => items.length > 1);
+  return members(found.map(({task}) => task)).filter(places => places.length > 1)
+    .map(places => [found[places[0]].task, places.map(i => found[i])]);
 }
 
-function drawSame(right = state.right, task = state.task) {  // on the left stays what was looked at before
+function drawSame(right = state.right, task = state.task) {  // on the left stays what one saw before
   const tasks = occurrences(), [, items] = tasks[task] || [];
   find("same").hidden = !items;
   if (!items) return;
-  const last = items.length - 1, fit = place => clamp(place, 0, last);
-  Object.assign(state, {task, left: fit(right === state.right ? state.left : state.right), right: fit(right)});
+  const fit = place => clamp(place, 0, items.length - 1), left = right === state.right ? state.left : state.right;
+  Object.assign(state, {task, left: fit(left), right: fit(right)});
   const [now] = items[state.right].episodes, common = ({ids}) => [...ids, null].findIndex((id, t) => id !== now.ids[t]);
   const [earlier] = [...items[state.left].episodes].sort((a, b) => common(b) - common(a)), parting = common(earlier);
-  put("tasks", tasks.map(([name, all], i) =>
-    h("option", {value: i, selected: i === task}, `${short(name, 70)} (${all.length})`)));
+  put("tasks", tasks.map(([name], i) => h("option", {value: i, selected: i === task}, short(name, 80))));
   put("dots", items.map((item, i) => h("button", {"aria-pressed": i === state.right, onclick: () => drawSame(i)},
     rewardBars(item, rewardRange(items)), h("small", {}, item.label))));
-  Object.assign(find("occurrence"), {max: last, value: state.right});
+  Object.assign(find("occurrence"), {max: items.length - 1, value: state.right});
   put("sides", [[state.left, earlier], [state.right, now]].map(([place, episode]) =>
-    talk(episode, items[place].label, (node, t) => {
-      if (t <= parting) node.classList.add(t === parting ? "parting" : "common");
-    })));
+    talk(episode, items[place].label, (node, t) =>
+      t <= parting && node.classList.add(t < parting ? "common" : "parting"))));
 }
 
 // ---------------------------------------------------------------------------------------- curves
-const LARGE = {success: /^(success|played_success|accuracy)$/, reward: /^reward(\/|$)/,
-  margin: /^(margin|logprobs\/.*)$/, entropy: /^entropy$/, KL: /^(kl|approx_kl)$/,
-  lengths: /^(tokens|sampled_tokens)$/, turns: /^(turns|actions)$/,
-  "silent groups": /^groups_(without_signal|all_right|all_wrong)$/, loss: /^loss$/};
-const plots = [];
-
 function drawCurves() {
   const rows = DATA.runs.flatMap(run => run.steps), names = [...new Set(rows.flatMap(Object.keys))]
     .filter(name => name !== "step" && rows.some(row => Number.isFinite(row[name])));
-  const rest = names.filter(name => !Object.values(LARGE).some(pattern => pattern.test(name)));
+  const large = [...every("[data-names]")], pattern = node => new RegExp(`^(${node.dataset.names})$`);
+  const rest = names.filter(name => !large.some(node => pattern(node).test(name)));
   plots.splice(0).forEach(plot => plot.destroy());
   find("curves").hidden = !names.length;
-  put("large", Object.entries(LARGE).map(([title, pattern]) =>
-    card(title, names.filter(name => pattern.test(name)))));
+  for (const node of large) card(node, node.title, names.filter(name => pattern(node).test(name)));
   put("alarms", DATA.runs.flatMap((run, r) => (run.alarms || []).map(({step, text}) =>
     h("li", {}, h("button", {onclick: () => openStep(r, step)}, `▲ step ${step}`), ` ${text}`))));
   put("rest", `${rest.length} more numbers`);
-  put("small", rest.map(name => card(name, [name])));
+  put("small", rest.map(name => card(h("figure"), name, [name])));
   put("timeline").names = ["success", "reward", "accuracy", "loss"].filter(name => names.includes(name)).slice(0, 1);
   plotCards();
 }
 
-function card(title, names) {
-  const node = h("figure", {title: names.map(metricTitle).join("\n")}, h("figcaption", {},
-    h("b", {}, title), h("small", {}, ` ${DATA.metrics?.[names[0]]?.[1] ?? ""}`)));
+function card(node, title, names) {
+  put(node, h("figcaption", {title: names.map(metricTitle).join("\n")}, h("b", {}, title),
+    h("small", {}, ` ${DATA.metrics?.[names[0]]?.[1] ?? ""}`))).hidden = !names.length;
   node.names = DATA.runs.length > 1 ? names.slice(0, 1) : names;
-  return names.length ? node : null;
+  return node;
 }
 
 function plotCards() {  // all that are seen and have no curve yet
   for (const node of every("#timeline, figure")) {
     if (node.querySelector(".uplot") || node.closest("details:not([open])") || !node.names.length) continue;
-    const isLine = node.id === "timeline", runs = isLine ? [theRun()] : DATA.runs;
+    const isLine = node.id === "timeline", runs = isLine ? [theRun()] : DATA.runs, series = [{}];
     const steps = [...new Set(runs.flatMap(run => run.steps.map(row => row.step)))].sort((a, b) => a - b);
-    const series = [{}], columns = [steps];
-    runs.forEach((run, r) => node.names.forEach((name, k) => {
-      const rows = new Map(run.steps.map(row => [row.step, row[name]]));
-      const values = steps.map(step => rows.get(step) ?? null), stroke = css(`--line${(r + k) % 5}`);
-      series.push({stroke: `${stroke}55`, width: 1}, {stroke, width: 2.5, dash: [[], [8, 4], [3, 4]][(r + k) % 3],
-        label: runs.length > 1 ? run.name : name, points: {show: false},
-        value: (u, x, s, at) => number(values[at ?? values.length - 1])});
-      columns.push(values, smooth(values));
-    }));
+    const columns = [steps, ...runs.flatMap((run, r) => node.names.flatMap((name, k) => {
+      const rows = new Map(run.steps.map(row => [row.step, row[name]])), stroke = css(`--line${(r + k) % 5}`);
+      const values = steps.map(step => rows.get(step) ?? null), label = runs.length > 1 ? run.name : name;
+      const dash = [[], [8, 4], [3, 4]][(r + k) % 3], last = values.findLast(Number.isFinite), points = {show: false};
+      series.push({stroke: `${stroke}55`, width: 1},
+        {stroke, width: 2.5, dash, label, points, value: (u, x, s, at) => number(at == null ? last : values[at])});
+      return [values, smooth(values)];
+    }))];
     const axis = {show: !isLine, stroke: css("--soft"), grid: {stroke: css("--line"), width: 1},
       ticks: {show: false}, font: "13px system-ui"};
     const plot = new uPlot({width: node.clientWidth - (isLine ? 0 : 32), series, legend: {show: !isLine},
@@ -729,35 +628,29 @@ function plotCards() {  // all that are seen and have no curve yet
   }
 }
 
-function rangeOf(u, low, high) {  // wide enough for uPlot's ticks where all values round to one
-  const space = Math.max(0.08 * (high - low), 1e-3 * sizes([low, high])) || 1;
-  return [low - space, high + space];
-}
+// A centred mean over an eighth of the run, and a range with space for uPlot's ticks.
+const smooth = (values, reach = Math.round(values.length / 16)) => values.map((x, i) => x == null ? null
+  : mean(values.slice(Math.max(0, i - reach), i + reach + 1).filter(Number.isFinite)));
+const rangeOf = (u, low, high, space = Math.max(0.08 * (high - low), 1e-3 * largestOf([low, high])) || 1) =>
+  [low - space, high + space];
 
-function smooth(values) {  // a centred mean over an eighth of the run
-  const reach = Math.round(values.length / 16);
-  return values.map((x, i) => x == null ? null
-    : mean(values.slice(Math.max(0, i - reach), i + reach + 1).filter(Number.isFinite)));
-}
-
-function drawMarks(u, runs, name) {  // where one is, before and after with intervals, ALARMs
-  const {ctx: pen, bbox: {left, top, width, height}} = u, p = devicePixelRatio, bottom = top + height;
-  const bar = (x, from, to) => pen.fillRect(x - p, from, 2 * p, to - from);
-  const shape = (x, y, path) => pen.fill(new Path2D(`M${x},${y} ${path.map(([a, b]) => `l${a * p},${b * p}`).join(" ")} z`));
+function drawMarks({ctx: pen, bbox: {left, top, width, height}, valToPos}, runs, name) {
+  const p = devicePixelRatio, bottom = top + height;  // where one is, before and after, ALARMs
+  const box = (x, from, to, half = p) => pen.fillRect(x - half, from, 2 * half, to - from);
   pen.fillStyle = css("--ink");
-  if (STEPS[state.run].length) bar(u.valToPos(STEPS[state.run][state.step][0], "x", true), top, bottom);
+  if (theGroup()) box(valToPos(theGroup().step, "x", true), top, bottom);
   runs.forEach((run, r) => {
     if (runs.length > 1) pen.fillStyle = css(`--line${r % 5}`);
     for (const [part, x] of [[run.before, left + 5 * p], [run.after, left + width - 5 * p]]) {
       if (part?.[name] == null) continue;
-      const [low, high, middle] = [...(part[`${name}_interval`] || [part[name], part[name]]), part[name]]
-        .map(value => clamp(u.valToPos(value, "y", true), top, bottom));
-      bar(x, high, low);
-      shape(x - 5 * p, middle, [[5, -5], [5, 5], [-5, 5]]);
+      const y = value => clamp(valToPos(value, "y", true), top, bottom), middle = y(part[name]);
+      const [low, high] = (part[`${name}_interval`] || [part[name], part[name]]).map(y);
+      box(x, high, low);
+      box(x, middle - 4 * p, middle + 4 * p, 4 * p);
     }
     pen.fillStyle = css("--alarm");
     for (const {step} of run.alarms || []) {
-      shape(u.valToPos(step, "x", true), bottom - 10 * p, [[6, 10], [-12, 0]]);
+      pen.fill(new Path2D(`M${valToPos(step, "x", true)},${bottom - 10 * p} l${6 * p},${10 * p} h${-12 * p} z`));
     }
   });
 }
@@ -772,16 +665,15 @@ function openStep(run, step) {
 // ------------------------------------------------------------------------------------------ runs
 function drawCompare() {
   const {runs} = DATA, [first, ...others] = runs, text = (run, flag) => String(run.flags?.[flag]);
-  const differ = Object.keys(first.flags || {}).filter(flag => flag !== "output_dir"
-    && others.some(run => text(run, flag) !== text(first, flag)));
   const row = (title, cell) => h("tr", {}, h("th", {}, title), runs.map(run => h("td", {}, cell(run))));
+  const counted = run => run.after?.success_interval, differ = Object.keys(first.flags || {}).filter(flag =>
+    flag !== "output_dir" && others.some(run => text(run, flag) !== text(first, flag)));
   find("compare").hidden = runs.length < 2;
-  put("verdicts", others.filter(run => run.after?.success_interval && first.after?.success_interval).map(run => {
-    const [d, low, high] = difference(first.after.success, first.after.success_interval,
-      run.after.success, run.after.success_interval);
-    return h("p", {}, h("b", {}, run.name), ` solves ${number(Math.abs(d))} ${d < 0 ? "less" : "more"} than `
-      + `${first.name} (95 %: ${signed(low)} to ${signed(high)}): `,
-    h("b", {}, low > 0 || high < 0 ? "beyond chance." : "within chance."));
+  put("verdicts", others.filter(run => counted(run) && counted(first)).map(run => {
+    const [d, low, high] = difference(first.after.success, counted(first), run.after.success, counted(run));
+    const [way, verdict] = [d < 0 ? "less" : "more", low > 0 || high < 0 ? "beyond chance." : "within chance."];
+    return h("p", {}, h("b", {}, run.name), ` solves ${number(Math.abs(d))} ${way} than ${first.name} `,
+      `(95 %: ${signed(low)} to ${signed(high)}): `, h("b", {}, verdict));
   }));
   put("differences", row("", run => h(`b.run${runs.indexOf(run) % 5}`, {}, run.name)),
     row("success", run => outcome(run, "success")), row("seconds", run => number(run.seconds)),
@@ -794,9 +686,9 @@ function onKey(event) {
   if (!theGroup() || event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT/.test(target.tagName)) return;
   const way = /Left|PageUp|ArrowUp/.test(key) ? -1 : 1, {at} = theEpisode(), names = Object.keys(COLOURS);
   const hidden = theGroup().episodes.filter(isHidden), aside = /Arrow(Left|Right)/.test(key);
-  const next = token == null ? 0 : at.findIndex(t => t >= token) + way;
+  const next = clamp(token == null ? 0 : at.findIndex(t => t >= token) + way, 0, at.length - 1);
   if (aside && shiftKey) goTo({step: step + way});
-  else if (aside) show({token: at[clamp(next, 0, at.length - 1)], pinned: true});
+  else if (aside) show({token: at[next], pinned: true});
   else if (key === "r" || key === "PageDown" && hidden.length) reveal(hidden);
   else if (/Page/.test(key) || /Arrow/.test(key) && shiftKey) goTo({group: group + way});
   else if (/Arrow/.test(key)) show({episode: episode + way, token: null, pinned: false});
@@ -815,22 +707,21 @@ function start(change = {}) {
 }
 
 function main() {
+  const on = (id, event, act) => { find(id)[`on${event}`] = act; };
   DATA = JSON.parse(find("data").textContent);
   STEPS = DATA.runs.map(stepsOf);
   put("written", DATA.written_by);
-  find("runs").onchange = event => start({run: Number(event.target.value), step: 0});
-  find("step").oninput = event => goTo({step: Number(event.target.value)});
-  find("update").onclick = () => show({last: !state.last});
+  on("runs", "change", event => start({run: Number(event.target.value), step: 0}));
+  on("step", "input", event => goTo({step: Number(event.target.value)}));
+  on("update", "click", () => show({last: !state.last}));
+  on("class", "click", ({target}) =>
+    start(target.setAttribute("aria-pressed", document.body.classList.toggle("class"))));
+  on("whatif", "input", ask);
+  on("whatif", "reset", event => start(event.preventDefault()));
+  on("tasks", "input", event => drawSame(1e9, Number(event.target.value), state.right = 0));
+  on("occurrence", "input", event => drawSame(Number(event.target.value)));
+  on("more", "toggle", plotCards);
   every("[data-colour]").forEach(button => { button.onclick = () => show({colour: button.dataset.colour}); });
-  find("class").onclick = event => {
-    event.target.setAttribute("aria-pressed", document.body.classList.toggle("class"));
-    start();
-  };
-  find("whatif").oninput = ask;
-  find("whatif").onreset = event => event.preventDefault(start());
-  find("tasks").oninput = event => drawSame(1e9, Number(event.target.value), state.right = 0);
-  find("occurrence").oninput = event => drawSame(Number(event.target.value));
-  find("more").ontoggle = plotCards;
   document.onkeydown = onKey;
   let width = innerWidth;
   onresize = () => innerWidth !== width && start(void (width = innerWidth));
