@@ -6,6 +6,7 @@
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 const sum = values => values.reduce((total, x) => total + x, 0);
 const mean = values => sum(values) / values.length;
+const std = (values, m = mean(values)) => Math.sqrt(sum(values.map(x => (x - m) ** 2)) / (values.length - 1));
 const sigmoid = x => 1 / (1 + Math.exp(-x));
 const logSigmoid = x => Math.min(x, 0) - Math.log1p(Math.exp(-Math.abs(x)));
 
@@ -17,10 +18,8 @@ const SURROGATES = {
     const stopped = r * A > inside * A;
     return [-Math.min(r * A, inside * A), stopped ? 0 : -r * A, stopped];
   },
-  cispo(logRatio, A, logp) {
-    const r = Math.exp(logRatio), w = Math.min(r, 5);
-    return [-w * A * logp, -w * A, r > 5];
-  },
+  cispo: (logRatio, A, logp, o, r = Math.exp(logRatio)) =>
+    [-Math.min(r, 5) * A * logp, -Math.min(r, 5) * A, r > 5],
   sapo(logRatio, A) {
     const r = Math.exp(logRatio), tau = A > 0 ? 1 : 1.05, gate = sigmoid(tau * (r - 1));
     return [-gate * 4 / tau * A, -4 * gate * (1 - gate) * r * A, false];
@@ -52,39 +51,30 @@ const PAIR_LOSSES = {
   sigmoid: ({c, r}, beta) => -logSigmoid(beta * (c - r)),
   hinge: ({c, r}, beta) => Math.max(0, 1 - beta * (c - r)),
   ipo: ({cm, rm}, beta) => (cm - rm - 1 / (2 * beta)) ** 2,
-  nca_pair: ({c, r}, b) => -logSigmoid(b * c) - (logSigmoid(-b * c) + logSigmoid(-b * r)) / 2,
   bco_pair: ({c, r}, beta) => -logSigmoid(beta * c) - logSigmoid(-beta * r),
   sppo_hard: ({c, r}, beta) => (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
   apo_zero: ({c, r}, beta) => 1 - sigmoid(beta * c) + sigmoid(beta * r),
-  apo_down: ({c, r}, beta) => sigmoid(beta * c) + 1 - sigmoid(beta * (c - r)),
   sigmoid_norm: ({cm, rm}, beta) => -logSigmoid(beta * (cm - rm)),
 };
+const COLUMNS = ["advantage", "ratio", "kl", "loss", "weight", "clipped"];
+const columns = tokens => Object.fromEntries(COLUMNS.map(name => [name, tokens.map(t => t[name] ?? 0)]));
 
 function klEstimate(logp, ref, old, kind) {  // [value, its slope in logp]
   const x = logp - ref, k3 = Math.exp(-x) - 1 + x, slope = 1 - Math.exp(-x), r = Math.exp(logp - old);
   return {k2: [x * x / 2, x], k3: [k3, slope], k3_ratio: [k3 * r, (slope + k3) * r]}[kind];
 }
 
-function members(ids) {  // the indices of each id
-  const groups = new Map();
-  ids.forEach((id, i) => groups.set(id, [...(groups.get(id) || []), i]));
-  return [...groups.values()];
-}
-
-function divisor(rewards, groupRewards, scale) {
-  const values = scale === "batch" ? rewards : groupRewards, middle = mean(values);
-  const std = Math.sqrt(sum(values.map(x => (x - middle) ** 2)) / (values.length - 1));
-  return scale === "none" ? 1 : std + 1e-4;
-}
+const members = ids => [...new Set(ids)].map(id => ids.flatMap((other, i) => other === id ? [i] : []));  // of each id
+const divisor = (rewards, groupRewards, scale) => scale === "none" ? 1
+  : std(scale === "batch" ? rewards : groupRewards) + 1e-4;
 
 function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
   const advantages = rewards.map(() => 0);
   for (const group of members(ids)) {
     const shifted = group.map(i => rewards[i] - rewards[group[0]]), middle = mean(shifted);
     if (!shifted.some(Boolean)) continue;
-    const factor = leaveOneOut ? group.length / (group.length - 1) : 1;
-    const by = divisor(rewards, shifted, scale);
-    group.forEach((i, k) => { advantages[i] = factor * (shifted[k] - middle) / by; });
+    const by = divisor(rewards, shifted, scale) * (leaveOneOut ? 1 - 1 / group.length : 1);
+    group.forEach((i, k) => { advantages[i] = (shifted[k] - middle) / by; });
   }
   return advantages;
 }
@@ -95,15 +85,15 @@ const totals = episodes => episodes.map(t => sum(t.rewards));
 const groups = episodes => episodes.map(t => t.group);
 const splitLike = (values, episodes, start = 0) => episodes.map(t => values.slice(start, start += t.rewards.length));
 const peersByTurn = episodes => episodes.flatMap(t => t.rewards.map((_, k) => `${k} ${t.group}`));
+const ownersOfTurns = episodes => episodes.flatMap(t => t.rewards.map(() => t.group));
+const returnsOfTurns = episodes => episodes.flatMap(t => returnsToGo(t.rewards));
 const CREDITS = {
   episode(episodes, scale, leaveOneOut = false) {
     const values = groupAdvantages(totals(episodes), groups(episodes), scale, leaveOneOut);
     return episodes.map((t, i) => t.rewards.map(() => values[i]));
   },
-  turn(episodes, scale) {
-    const returns = episodes.flatMap(t => returnsToGo(t.rewards));
-    return splitLike(groupAdvantages(returns, peersByTurn(episodes), scale), episodes);
-  },
+  turn: (episodes, scale) =>
+    splitLike(groupAdvantages(returnsOfTurns(episodes), peersByTurn(episodes), scale), episodes),
   return(episodes, scale) {  // the episode's advantage, less what its earlier turns have earned
     const returns = totals(episodes), values = groupAdvantages(returns, groups(episodes), scale);
     return episodes.map((t, i) => {
@@ -113,67 +103,59 @@ const CREDITS = {
     });
   },
   process(episodes, scale) {
-    const owners = episodes.flatMap(t => t.rewards.map(() => t.group));
-    const values = groupAdvantages(episodes.flatMap(t => t.rewards), owners, scale);
+    const values = groupAdvantages(episodes.flatMap(t => t.rewards), ownersOfTurns(episodes), scale);
     return splitLike(values, episodes).map(returnsToGo);
   },
   rloo: (episodes, scale) => CREDITS.episode(episodes, scale, true),
 };
 
-// What a loss does to a step's tokens. Episodes are {group, rewards, turn, logp, old, ref, sampled}
-// with an entry for each turn or trained token. Returns for each {advantage, ratio, kl, loss,
-// weight, clipped}: weight is d loss / d logp, and with reward_weighted.py advantage is its weight.
+// What a loss does to a step's episodes {group, rewards, turn, logp, old, ref, sampled}: a row of
+// COLUMNS for each, with an entry for each trained token. weight is d loss / d logp.
 function tokenWeights(episodes, o, counts) {
-  const [family, name] = o.loss.split(":"), columns = ["advantage", "ratio", "kl", "loss", "weight", "clipped"];
-  const rows = episodes.map(t => Object.fromEntries(columns.map(column => [column, t.logp.map(() => 0)])));
-  if (family === "dpo") pairWeights(episodes, rows, name, o);
-  else if (family in LOSSES) surrogateWeights(episodes, rows, o, counts);
-  else likelihoodWeights(episodes, rows, {imitate: () => 1, linear: above => clamp(above, 0, 20),
+  const [family, name] = o.loss.split(":");
+  if (family === "dpo") return pairWeights(episodes, name, o);
+  if (family in LOSSES) return surrogateWeights(episodes, o, counts);
+  return likelihoodWeights(episodes, {imitate: () => 1, linear: above => clamp(above, 0, 20),
     exp: above => Math.min(Math.exp(above / o.beta), 20)}[name]);
-  return rows;
 }
 
-function surrogateWeights(episodes, rows, o, counts) {
+function surrogateWeights(episodes, o, counts) {
   const [surrogate, normalizer, over] = LOSSES[o.loss], cap = o.importance_correction;
   const credits = CREDITS[o.credit](episodes, o.scale_rewards);
-  episodes.forEach(({logp, old, ref, sampled, turn}, e) => {
+  return episodes.map(({logp, old, ref, sampled, turn}, e) => {
     const total = sum(logp.map((x, i) => x - old[i])), share = normalizer(logp.length, counts);
-    logp.forEach((x, i) => {
+    return columns(logp.map((x, i) => {
       const logRatio = {mean: total / logp.length, sum: total}[over] ?? x - old[i];
       const A = credits[e][turn[i]] * (cap ? Math.min(Math.exp(old[i] - sampled[i]), cap) : 1);
       const [loss, slope, stopped] = SURROGATES[surrogate](logRatio, A, x, o);
       const [kl, klSlope] = ref ? klEstimate(x, ref[i], old[i], o.kl_estimator) : [0, 0];
-      const token = {advantage: A, ratio: Math.exp(logRatio), kl, loss: loss + o.kl_coef * kl,
+      return {advantage: A, ratio: Math.exp(logRatio), kl, loss: loss + o.kl_coef * kl,
         weight: share * (slope + o.kl_coef * klSlope), clipped: Number(stopped)};
-      for (const name of Object.keys(token)) rows[e][name][i] = token[name];
-    });
+    }));
   });
 }
 
-function likelihoodWeights(episodes, rows, weightOf) {  // sft.py, reward_weighted.py
-  const returns = episodes.flatMap(t => returnsToGo(t.rewards));
-  const above = groupAdvantages(returns, peersByTurn(episodes), "none");
-  const ofTurns = splitLike(above.map(weightOf), episodes);
-  const weights = episodes.map((t, e) => t.turn.map(k => ofTurns[e][k])), total = sum(weights.flat()) || 1;
-  rows.forEach((row, e) => Object.assign(row, {advantage: weights[e], weight: weights[e].map(w => -w / total),
-    loss: weights[e].map((w, i) => -w * episodes[e].logp[i])}));
+function likelihoodWeights(episodes, weightOf) {  // sft.py, reward_weighted.py
+  const above = groupAdvantages(returnsOfTurns(episodes), peersByTurn(episodes), "none");
+  const weights = splitLike(above.map(weightOf), episodes);
+  const total = sum(episodes.flatMap((t, e) => t.turn.map(k => weights[e][k]))) || 1;
+  return episodes.map(({logp, turn}, e) => columns(logp.map((x, i) => {
+    const w = weights[e][turn[i]];
+    return {advantage: w, loss: -w * x, weight: -w / total};
+  })));
 }
 
-function pairWeights(episodes, rows, name, o) {  // dpo.py, of the best and the worst of each group
-  const rewards = totals(episodes), pairs = members(groups(episodes)).map(group => {
-    const byReward = [...group].sort((a, b) => rewards[b] - rewards[a]);
-    return [byReward[0], byReward.at(-1)];
-  }).filter(([best, worst]) => rewards[best] > rewards[worst]);
-  for (const pair of pairs) {
-    const loss = (up, down) => pairLoss(name, ...pair.map(e => episodes[e]), up, down, o);
-    const h = 1e-4;  // all tokens of an episode have one slope
-    const slopes = [(loss(h, 0) - loss(-h, 0)) / (2 * h), (loss(0, h) - loss(0, -h)) / (2 * h)];
-    pair.forEach((e, side) => {
-      rows[e].advantage.fill(side ? -1 : 1);
-      rows[e].loss.fill(loss(0, 0));
-      rows[e].weight.fill(slopes[side] / pairs.length);
-    });
+function pairWeights(episodes, name, o) {  // dpo.py, of the best and the worst of each group
+  const rewards = totals(episodes), ofEpisode = episodes.map(() => ({}));
+  const pairs = members(groups(episodes)).map(group => [...group].sort((a, b) => rewards[b] - rewards[a]))
+    .map(group => [group[0], group.at(-1)]).filter(([best, worst]) => rewards[best] > rewards[worst]);
+  for (const [best, worst] of pairs) {
+    const loss = (up, down) => pairLoss(name, episodes[best], episodes[worst], up, down, o);
+    const h = 1e-4, slope = (up, down) => (loss(up, down) - loss(-up, -down)) / (2 * h) / pairs.length;
+    ofEpisode[best] = {advantage: 1, loss: loss(0, 0), weight: slope(h, 0)};
+    ofEpisode[worst] = {advantage: -1, loss: loss(0, 0), weight: slope(0, h)};
   }
+  return episodes.map(({logp}, e) => columns(logp.map(() => ofEpisode[e])));  // all have one slope
 }
 
 function pairLoss(name, chosen, rejected, up, down, o) {  // up, down: added to their log-probs
@@ -203,18 +185,16 @@ const theGroup = () => theGroups()[state.group];
 const theEpisode = () => theGroup().episodes[state.episode];
 const goTo = change => show({token: null, pinned: false, group: 0, episode: 0, ...change});
 const isHidden = episode => document.body.className === "class" && !revealed.has(episode);
+const reveal = episodes => show(void episodes.forEach(episode => revealed.add(episode)));
+const tells = name => /advantage|weight|clipped/.test(name);  // what a class is to predict
 
 function stepsOf(run) {
-  const pairs = (run.pairs || []).map(pair => ({...pair, episodes: [pair.chosen, pair.rejected]}));
-  const all = [...(run.groups || []), ...pairs];
+  const asGroup = pair => ({...pair, episodes: [pair.chosen, pair.rejected]});
+  const all = [...(run.groups || []), ...(run.pairs || []).map(asGroup)];
   for (const group of all) if (!group.chosen) group.episodes.sort((a, b) => b.reward - a.reward);
   return members(all.map(group => group.step)).map(places => [all[places[0]].step, places.map(i => all[i])])
     .sort(([a], [b]) => a - b);
 }
-
-// Base64 of little-endian float32s, or a list, or null.
-const floats = value => typeof value !== "string" ? value
-  : [...new Float32Array(Uint8Array.from(atob(value), c => c.charCodeAt(0)).buffer)];
 
 // An episode's numbers at the update one looks at: lists with an entry for each trained token.
 function numbersOf(episode) {
@@ -222,8 +202,7 @@ function numbersOf(episode) {
   if (known.has(episode)) return known.get(episode);
   const n = {sampled: floats(episode.sampled_f32), clipped: update.clipped};
   for (const name of ["advantage", "old", "new", "ref", "entropy", "weight"]) n[name] = floats(update[`${name}_f32`]);
-  n.old ??= n.sampled;
-  n.new ??= n.old;
+  n.new ??= n.old ??= n.sampled;
   n.probability = n.sampled?.map(Math.exp);
   n.ratio = n.old && n.new.map((x, i) => Math.exp(x - n.old[i]));
   const trained = episode.turns.filter(turn => turn.trained);
@@ -231,11 +210,9 @@ function numbersOf(episode) {
   known.set(episode, n);
   return n;
 }
+const askedOf = episode => ({...numbersOf(episode), ...(state.whatIf && asked.get(episode))});
 
-const askedOf = episode => ({...numbersOf(episode), ...(state.whatIf ? asked.get(episode) : {})});
-
-// A choice of colour: what it needs, the value of a trained token, how the legend writes it. With
-// `two` values below 0 are orange and above 0 blue, else all are orange.
+// What a colour needs, stands for and writes in the legend. two: below 0 orange, above 0 blue.
 const COLOURS = {
   trained: {of: () => 0},
   advantage: {needs: "advantage", two: true, of: (n, i) => n.advantage[i]},
@@ -254,6 +231,8 @@ const css = name => getComputedStyle(document.body).getPropertyValue(name).trim(
 const short = (text, n) => text.length > n ? `${text.slice(0, n - 1)}…` : text;
 const signed = x => (x > 0 ? "+" : "") + number(x);
 const metricTitle = name => [name, ...(DATA.metrics?.[name] || [])].filter(Boolean).join(" · ");
+const floats = value => typeof value !== "string" ? value  // base64 of float32s, a list, or null
+  : [...new Float32Array(Uint8Array.from(atob(value), c => c.charCodeAt(0)).buffer)];
 const percent = share => `${100 * share}%`;
 const largestOf = values => Math.max(0, ...values.map(Math.abs));
 
@@ -293,6 +272,13 @@ function bar(x, low, high, middle) {  // from 0 to x, with a line at the middle
     middle != null && h("em", {style: {left: at(middle)}}));
 }
 
+const callText = ({name, arguments: values, error}) => `${name}(${short(Object.values(values ?? {})
+  .map(v => typeof v === "string" ? v : JSON.stringify(v)).join(", "), 80)})${error ? " ✗" : ""}`;
+const solvedOf = episodes => episodes.some(e => e.success != null)
+  && `${episodes.filter(e => e.success).length} of ${episodes.length} right`;
+const statistics = ({silent, chosen, margin, mean, std, episodes}) => [chosen ? `margin ${number(margin)}`
+  : solvedOf(episodes), silent ? "teaches nothing" : mean != null && `mean ${number(mean)}, std ${number(std)}`]
+  .filter(Boolean).join(", ");
 const rewardsOf = items => items.flatMap(({episodes}) => episodes.map(e => e.reward ?? 0));
 const rewardRange = items => [Math.min(0, ...rewardsOf(items)), Math.max(0, ...rewardsOf(items))];
 const rewardBars = ({episodes}, [low, high]) => h("span.bars", {}, episodes.map(e =>
@@ -303,8 +289,7 @@ function show(change = {}) {
   Object.assign(state, change);
   state.step = clamp(state.step, 0, Math.max(0, STEPS[state.run].length - 1));
   state.group = clamp(state.group, 0, Math.max(0, theGroups().length - 1));
-  find("steps").hidden = !theGroup();
-  if (!theGroup()) return;
+  if ((find("steps").hidden = !theGroup())) return;
   state.episode = clamp(state.episode, 0, theGroup().episodes.length - 1);
   for (const draw of [computeWhatIf, drawStep, drawGroup, drawColours, drawEpisode, drawToken]) draw();
 }
@@ -312,14 +297,12 @@ function show(change = {}) {
 function drawRun() {
   const run = theRun(), {algorithm, name, steps, held_out: held, seconds, changed = {}, flags = {}} = run;
   const best = ["success", "pairs/accuracy", "held_out_loss", "loss", "reward"].find(key => run.after?.[key] != null);
-  document.title = `${algorithm} · ${name}`;
   put("algorithm", algorithm);
   put("run", name);
   put("facts", [held && `${held} held-out tasks`, `${steps.length} steps`, seconds && `${Math.round(seconds)} s`,
     ...Object.entries(changed).map(([flag, value]) => `--${flag} ${value}`)].filter(Boolean).join(" · "));
   put("result", best && [h("span", {title: metricTitle(best)}, best), outcome(run, best)]);
-  put("runs", DATA.runs.map((r, i) => h("option", {value: i, selected: r === run}, r.name)));
-  find("runs").hidden = DATA.runs.length < 2;
+  put("runs", DATA.runs.map((r, i) => h("option", {value: i, selected: r === run}, r.name))).hidden = DATA.runs.length < 2;
   put("flags", Object.entries(flags).map(([k, value]) => h("div", {}, h("dt", {}, k), h("dd", {}, String(value)))));
 }
 
@@ -346,14 +329,10 @@ function drawStep() {
     rewardBars(group, range), h("span", {}, short(group.task, 36), h("small", {}, statistics(group))))));
 }
 
-const statistics = ({silent, chosen, margin, mean, std}) => silent ? "teaches nothing"
-  : chosen ? `margin ${number(margin)}` : `mean ${number(mean)}, std ${number(std)}`;
-const valuesText = values => Object.values(values ?? {}).map(v => typeof v === "string" ? v : JSON.stringify(v)).join(", ");
-const callText = call => `${call.name}(${short(valuesText(call.arguments), 80)})${call.error ? " ✗" : ""}`;
-
 function drawGroup() {
   const group = theGroup(), {episodes} = group, [low, high] = rewardRange([group]);
-  const largest = largestOf(episodes.map(e => e.advantage ?? 0));
+  const advantages = episodes.map(e => state.whatIf && asked.get(e) ? mean(asked.get(e).advantage) : e.advantage);
+  const largest = largestOf(advantages.map(a => a ?? 0));
   put("task", group.task);
   put("statistics", statistics(group), group.chosen ? " · implicit rewards "
     + (group.implicit_reward || []).map(number).join(" and ") : ` · ${episodes.length} episodes`);
@@ -364,7 +343,7 @@ function drawGroup() {
   h("canvas.strip"),
   h("div.advantage", {}, isHidden(episode)
     ? h("button.guess", {title: "Predict it, then click.", onclick: () => reveal([episode])}, "?")
-    : [bar(episode.advantage ?? 0, -largest, largest, 0), h("b", {}, signed(episode.advantage))]),
+    : [bar(advantages[e] ?? 0, -largest, largest, 0), h("b", {}, signed(advantages[e]))]),
   h("div.calls", {}, group.chosen && ["chosen: ", "rejected: "][e],
     [...(episode.calls || []).map(callText), episode.stop_reason].filter(Boolean).join(" → "),
     Object.entries(episode.parts || {}).map(([k, x]) => h("small", {}, `  ${k} ${number(x)}`))))))
@@ -372,14 +351,10 @@ function drawGroup() {
   every(".strip").forEach((canvas, e) => drawStrip(canvas, e, episodes[e]));
 }
 
-const reveal = episodes => show(void episodes.forEach(episode => revealed.add(episode)));
-const tells = name => /advantage|weight|clipped/.test(name);  // what a class is to predict
-
 function colourNow() {
   const {needs} = COLOURS[state.colour], secret = tells(state.colour) && theGroup().episodes.some(isHidden);
   return secret || needs && !numbersOf(theEpisode())[needs] ? "trained" : state.colour;
 }
-
 const valuesOf = (episode, n) => episode.at.map((_, i) => COLOURS[colourNow()].of(n, i));
 
 function painter() {  // [the colour of a value, the largest value of the group, where it is full]
@@ -393,7 +368,8 @@ function drawStrip(canvas, e, episode) {  // in a what-if its lower half
   const [colour] = painter(), pen = canvas.getContext("2d"), n = episode.tokens.length;
   const width = canvas.width = canvas.clientWidth * devicePixelRatio;
   const height = canvas.height = canvas.clientHeight * devicePixelRatio;
-  const x = t => Math.round(t / n * width), at = event => clamp(Math.floor(event.offsetX / canvas.clientWidth * n), 0, n - 1);
+  const x = t => Math.round(t / n * width);
+  const at = event => clamp(Math.floor(event.offsetX / canvas.clientWidth * n), 0, n - 1);
   pen.fillStyle = css("--context");
   pen.fillRect(0, height * 0.35, width, height * 0.3);
   [numbersOf(episode), askedOf(episode)].forEach((numbers, lane) => valuesOf(episode, numbers).forEach((value, i) => {
@@ -423,8 +399,7 @@ function drawEpisode() {
   const {episodes, chosen} = theGroup(), [colour] = painter();
   put("episode", (chosen ? [0, 1] : [state.episode]).map(e => {
     const episode = episodes[e], n = askedOf(episode), values = valuesOf(episode, n);
-    const title = chosen ? ["chosen", "rejected"][e] : `Episode ${e + 1} of ${episodes.length}`;
-    return talk(episode, title, (node, t) => {
+    return talk(episode, chosen ? ["chosen", "rejected"][e] : `Episode ${e + 1} of ${episodes.length}`, (node, t) => {
       const i = episode.at.indexOf(t);
       node.onmouseenter = () => point(e, t);
       node.onclick = () => show({episode: e, token: t, pinned: !(state.pinned && state.token === t)});
@@ -458,7 +433,6 @@ function talk(episode, title, decorate) {
         short(results || text.textContent.replaceAll("↵", ""), 160)), text);
     }));
 }
-
 const point = (episode, token) => !state.pinned && (episode === state.episode || theGroup().chosen)
   && drawToken(Object.assign(state, {episode, token}));
 
@@ -470,7 +444,8 @@ function drawToken() {
   find("token").className = t == null ? "empty" : i < 0 ? "context" : "";
   if (t == null) return;
   put("text", episode.tokens[t].replaceAll("\n", "↵"));
-  put("place", `${episode.turns.find(({end}) => t < end)?.role}, ${t + 1} of ${episode.tokens.length}, id ${episode.ids[t]}`);
+  const {role} = episode.turns.find(({end}) => t < end);
+  put("place", `${role}, ${t + 1} of ${episode.tokens.length}, id ${episode.ids[t]}`);
   for (const node of every("[data-fact]")) {
     const name = node.dataset.fact;
     put(node, number(n[name]?.[i])).parentNode.hidden = n[name]?.[i] == null || tells(name) && isHidden(episode);
@@ -481,8 +456,7 @@ function drawToken() {
 // The loss of a token with its numbers filled in, and the line of the run's file that computed it.
 function drawEquation(episode, n, i) {
   const o = state.whatIf || settingsOf(theRun()), row = asked.get(episode), [family, name] = o.loss.split(":");
-  find("equation").hidden = i < 0 || !row || isHidden(episode);
-  if (find("equation").hidden) return;
+  if ((find("equation").hidden = i < 0 || !row || isHidden(episode))) return;
   const A = row.advantage[i], values = {A, w: A, r: row.ratio[i], logp: n.new[i], e_low: o.clip_eps_low,
     e_high: o.clip_eps_high, kl_coef: o.kl_coef, KL: row.kl[i], beta: o.beta,
     tau: A > 0 ? 1 : 1.05, k: A < 0 ? 3 : 2, lambda: A < 0 ? 2 : 3};
@@ -507,7 +481,7 @@ function settingsOf({algorithm, flags = {}}) {
 
 function inputOf(episode, group, g, added) {  // of tokenWeights
   const {turn, new: logp, old, ref, sampled} = numbersOf(episode), last = Math.max(0, ...turn);
-  const known = episode.turn_rewards?.length === last + 1, rewards = known ? [...episode.turn_rewards] : Array(last + 1).fill(0);
+  const rewards = Array.from({length: last + 1}, (_, k) => episode.turn_rewards?.[k] ?? 0);
   if (group.chosen) rewards[last] += (episode === group.chosen) - sum(rewards);
   if (episode === theEpisode()) rewards[last] += added;
   return {group: g, rewards, turn, logp, old, ref, sampled};
@@ -539,9 +513,8 @@ function computeWhatIf() {
 }
 
 function fillForm(values) {
-  const {elements} = find("whatif");
-  for (const input of elements) if (input.name in values) input.value = values[input.name];
-  every("output").forEach(node => put(node, number(Number(elements[node.htmlFor.value].value))));
+  for (const input of find("whatif")) if (input.name in values) input.value = values[input.name];
+  every("output").forEach(node => put(node, number(Number(find("whatif")[node.htmlFor.value].value))));
 }
 
 function ask({target: {name, type, value}}) {
@@ -565,8 +538,7 @@ function occurrences() {  // [[task, [{label, episodes}]]] of what was played tw
 
 function drawSame(right = state.right, task = state.task) {  // on the left stays what one saw before
   const tasks = occurrences(), [, items] = tasks[task] || [];
-  find("same").hidden = !items;
-  if (!items) return;
+  if ((find("same").hidden = !items)) return;
   const fit = place => clamp(place, 0, items.length - 1), left = right === state.right ? state.left : state.right;
   Object.assign(state, {task, left: fit(left), right: fit(right)});
   const [now] = items[state.right].episodes, common = ({ids}) => [...ids, null].findIndex((id, t) => id !== now.ids[t]);
@@ -598,10 +570,9 @@ function drawCurves() {
 }
 
 function card(node, title, names) {
-  put(node, h("figcaption", {title: names.map(metricTitle).join("\n")}, h("b", {}, title),
-    h("small", {}, ` ${DATA.metrics?.[names[0]]?.[1] ?? ""}`))).hidden = !names.length;
-  node.names = DATA.runs.length > 1 ? names.slice(0, 1) : names;
-  return node;
+  Object.assign(node, {names: DATA.runs.length > 1 ? names.slice(0, 1) : names, hidden: !names.length});
+  return put(node, h("figcaption", {title: names.map(metricTitle).join("\n")}, h("b", {}, title),
+    h("small", {}, ` ${DATA.metrics?.[names[0]]?.[1] ?? ""}`)));
 }
 
 function plotCards() {  // all that are seen and have no curve yet
@@ -628,7 +599,6 @@ function plotCards() {  // all that are seen and have no curve yet
   }
 }
 
-// A centred mean over an eighth of the run, and a range with space for uPlot's ticks.
 const smooth = (values, reach = Math.round(values.length / 16)) => values.map((x, i) => x == null ? null
   : mean(values.slice(Math.max(0, i - reach), i + reach + 1).filter(Number.isFinite)));
 const rangeOf = (u, low, high, space = Math.max(0.08 * (high - low), 1e-3 * largestOf([low, high])) || 1) =>
@@ -644,7 +614,7 @@ function drawMarks({ctx: pen, bbox: {left, top, width, height}, valToPos}, runs,
     for (const [part, x] of [[run.before, left + 5 * p], [run.after, left + width - 5 * p]]) {
       if (part?.[name] == null) continue;
       const y = value => clamp(valToPos(value, "y", true), top, bottom), middle = y(part[name]);
-      const [low, high] = (part[`${name}_interval`] || [part[name], part[name]]).map(y);
+      const [low, high] = (part[`${name}_interval`] || []).map(y);
       box(x, high, low);
       box(x, middle - 4 * p, middle + 4 * p, 4 * p);
     }
@@ -662,7 +632,7 @@ function openStep(run, step) {
   find("steps").scrollIntoView({behavior: "smooth"});
 }
 
-// ------------------------------------------------------------------------------------------ runs
+// --------------------------------------------------------------------------------- runs and keys
 function drawCompare() {
   const {runs} = DATA, [first, ...others] = runs, text = (run, flag) => String(run.flags?.[flag]);
   const row = (title, cell) => h("tr", {}, h("th", {}, title), runs.map(run => h("td", {}, cell(run))));
@@ -671,16 +641,15 @@ function drawCompare() {
   find("compare").hidden = runs.length < 2;
   put("verdicts", others.filter(run => counted(run) && counted(first)).map(run => {
     const [d, low, high] = difference(first.after.success, counted(first), run.after.success, counted(run));
-    const [way, verdict] = [d < 0 ? "less" : "more", low > 0 || high < 0 ? "beyond chance." : "within chance."];
-    return h("p", {}, h("b", {}, run.name), ` solves ${number(Math.abs(d))} ${way} than ${first.name} `,
-      `(95 %: ${signed(low)} to ${signed(high)}): `, h("b", {}, verdict));
+    return h("p", {}, h("b", {}, run.name), ` solves ${number(Math.abs(d))} ${d < 0 ? "less" : "more"} than `,
+      `${first.name} (95 %: ${signed(low)} to ${signed(high)}): `,
+      h("b", {}, `${low > 0 || high < 0 ? "beyond" : "within"} chance.`));
   }));
   put("differences", row("", run => h(`b.run${runs.indexOf(run) % 5}`, {}, run.name)),
     row("success", run => outcome(run, "success")), row("seconds", run => number(run.seconds)),
     differ.map(flag => row(`--${flag}`, run => text(run, flag))));
 }
 
-// ------------------------------------------------------------------------------------------ keys
 function onKey(event) {
   const {key, shiftKey, target} = event, {group, step, episode, token, colour} = state;
   if (!theGroup() || event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT/.test(target.tagName)) return;
@@ -700,31 +669,29 @@ function onKey(event) {
 
 function start(change = {}) {
   palette = ["--zero", "--down", "--up"].map(name => css(name).split(" ").map(Number));
-  Object.assign(state, {whatIf: null, ...change});
+  Object.assign(state, {whatIf: null, width: innerWidth, ...change});
   fillForm(settingsOf(theRun()));
   for (const draw of [drawRun, show, drawSame, drawCompare]) draw();
   requestAnimationFrame(drawCurves);
 }
 
 function main() {
-  const on = (id, event, act) => { find(id)[`on${event}`] = act; };
   DATA = JSON.parse(find("data").textContent);
   STEPS = DATA.runs.map(stepsOf);
   put("written", DATA.written_by);
-  on("runs", "change", event => start({run: Number(event.target.value), step: 0}));
-  on("step", "input", event => goTo({step: Number(event.target.value)}));
-  on("update", "click", () => show({last: !state.last}));
-  on("class", "click", ({target}) =>
-    start(target.setAttribute("aria-pressed", document.body.classList.toggle("class"))));
-  on("whatif", "input", ask);
-  on("whatif", "reset", event => start(event.preventDefault()));
-  on("tasks", "input", event => drawSame(1e9, Number(event.target.value), state.right = 0));
-  on("occurrence", "input", event => drawSame(Number(event.target.value)));
-  on("more", "toggle", plotCards);
+  find("runs").onchange = ({target}) => start({run: Number(target.value), step: 0});
+  find("step").oninput = event => goTo({step: Number(event.target.value)});
+  find("update").onclick = () => show({last: !state.last});
+  find("class").onclick = ({target}) =>
+    start(target.setAttribute("aria-pressed", document.body.classList.toggle("class")));
+  find("whatif").oninput = ask;
+  find("whatif").onreset = event => start(event.preventDefault());
+  find("tasks").oninput = event => drawSame(1e9, Number(event.target.value), state.right = 0);
+  find("occurrence").oninput = event => drawSame(Number(event.target.value));
+  find("more").ontoggle = plotCards;
   every("[data-colour]").forEach(button => { button.onclick = () => show({colour: button.dataset.colour}); });
   document.onkeydown = onKey;
-  let width = innerWidth;
-  onresize = () => innerWidth !== width && start(void (width = innerWidth));
+  onresize = () => innerWidth !== state.width && start();
   matchMedia("(prefers-color-scheme: dark)").onchange = () => start();
   start();
 }

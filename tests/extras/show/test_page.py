@@ -537,7 +537,7 @@ def test_an_episode_with_a_script_in_it_is_shown_and_not_run(opened):
     run["groups"][0]["silent"] = EVIL
     page = opened(run, run_of("runs/b"))
     page.hover(".tok.trained", 0)
-    assert page.js("return document.title") == f"grpo · {EVIL}"
+    assert page.js("return document.title") == "Run"  # no script of an episode has run
     assert not page.all("img") and len(page.all("script")) == 3
     for place in ("#task", "#run", "#text", "#alarms", "#silence", "#rows", ".turn.assistant pre", "#differences"):
         assert "<script>document.title='run'</script></script><img" in page.text(place), place
