@@ -7,6 +7,7 @@ and computes its output with it. Another adapter (DoRA, tests/core/test_dora.py)
 `Adapter`, given to `load_model` as `kind`.
 
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER    writes a plain model: merge.py
+    python lora.py info FOLDER, push FOLDER owner/name            extras/show/hub.py
 """
 import math
 import os

@@ -3,7 +3,8 @@
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER [--dtype bfloat16]
 
 writes a plain model folder, in the dtype of the stored base: --dtype as in the run gives the
-weights that it trained with. The layers import lora.py, so what loads with them stands here.
+weights that it trained with. The layers import lora.py, so what loads with them stands here. The
+commands `info` and `push` stand in extras/show/hub.py.
 """
 import argparse
 import os
@@ -37,6 +38,13 @@ def merge(source: str, folder: str, dtype: str = "auto"):
 
 def main(words: list[str]) -> int:
     """Run the command and return its exit status."""
+    if words and words[0] in ("info", "push"):
+        try:
+            from extras.show.hub import main as command
+        except ModuleNotFoundError:
+            print(f"lora.py: {words[0]} needs extras/show, which is not here", file=sys.stderr)
+            return 2
+        return command(words)
     parser = argparse.ArgumentParser(
         prog="lora.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["merge"])

@@ -9,7 +9,7 @@ from statistics import fmean
 from types import SimpleNamespace
 
 from extras.show.bars import duration
-from core.config import UserError, reading
+from core.config import UserError, options, reading
 from core.data import lines_of, parse_object
 
 NOTES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
@@ -22,6 +22,7 @@ STEP_NUMBERS = NOTES["step_numbers"]
 WATCHED = NOTES["watched"]
 # What is said of each kind of alarm: what was observed, and then what people do about it.
 ALARMS = NOTES["alarms"]
+CHANGED = "# differ from the defaults: "  # begins a line of config.yaml
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 
 
@@ -101,6 +102,16 @@ def next_command(program, config, *words):
         if value not in (None, getattr(type(config), name, None)) and str(value)[:1] != "[":
             words += [f"--{name}", str(value)]
     return shlex.join(words)
+
+
+def changed_flags(config):
+    """Return the names of the flags that differ from their defaults."""
+    changed = []
+    for name, option in options(type(config)).items():
+        default = option.default(config) if callable(option.default) else option.default
+        if getattr(config, name) != default:
+            changed.append(name)
+    return changed
 
 
 def idle_notes(config):

@@ -5,9 +5,10 @@ from tqdm import tqdm
 
 import envs
 from core.config import NO_BAR, UserError, options, progress, say
+from core.run import CONFIG, write_whole
+from extras.show.notes import (CHANGED, Alarms, changed_flags, credit_note, first_notes, idle_notes,
+                               next_command, plan, print_table, step_line, step_numbers)
 from extras.show.record import Recording
-from extras.show.notes import (Alarms, credit_note, first_notes, idle_notes, next_command, plan,
-                               print_table, step_line, step_numbers)
 
 
 class Run(Recording):
@@ -65,6 +66,13 @@ class Run(Recording):
         self.bar = tqdm(total=total, desc=self.algorithm, initial=first, disable=NO_BAR,
                         leave=False, dynamic_ncols=True)
         return first
+
+    def write_config(self, *switches):
+        """Add which flags differ from the defaults."""
+        super().write_config(*switches)
+        path = self.folder / CONFIG
+        changed = ", ".join(changed_flags(self.config))
+        write_whole(path, f"{path.read_text('utf-8')}{CHANGED}{changed}\n")
 
     def restore(self, checkpoint):
         super().restore(checkpoint)
