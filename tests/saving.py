@@ -28,6 +28,9 @@ class Model:
     def __init__(self, write):
         self.write = write
 
+    def num_parameters(self, only_trainable=False):
+        return 2
+
 
 core.run.save_model = lambda model, folder: model.write(Path(folder)) if isinstance(model, Model) else save_model(model, folder)
 core.run.load_weights = lambda model, folder: isinstance(model, Model) or load_weights(model, folder)

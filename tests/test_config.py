@@ -280,7 +280,7 @@ def test_what_is_not_here_is_not_called_by_another_name(name):
 @pytest.mark.parametrize("module", [sft, grpo, dpo, reward_weighted, agent_program])
 @pytest.mark.parametrize("name, words", [
     ("wandb", "--report_to tensorboard,wandb,trackio"), ("logging_steps", "every step"), ("lr_scheduler_type", "tenth of the steps"), ("warmup_ratio", "tenth of the steps"),
-    ("device", "CUDA_VISIBLE_DEVICES"), ("deepspeed", "torchrun"), ("push_to_hub", "hf upload"), ("packing", "similar length"),
+    ("device", "CUDA_VISIBLE_DEVICES"), ("deepspeed", "torchrun"), ("push_to_hub", "lora.py push"), ("packing", "similar length"),
     ("optim", "AdamW"), ("save_total_limit", "the last two"), ("trust_remote_code", "never run"), ("ref_model", "started from")])
 def test_a_flag_of_what_is_not_here_is_answered_with_a_sentence(module, name, words):
     for argv in ([f"--{name}", "x"], [f"--{name}=x"], [f"--{name.replace('_', '-')}"]):
@@ -308,7 +308,7 @@ def test_all_unknown_flags_are_answered_at_once(tmp_path):
     assert refusal("--lr", "3", "x", "--zzzz") == "unexpected argument x; options are written --name value"
     path = tmp_path / "theirs.yaml"
     path.write_text("seed: 1\nlr: 3\npush_to_hub: true\n")
-    assert re.fullmatch(rf"{path}:2: unknown options: lr \(did you mean learning_rate\?\); push_to_hub \(.*hf upload.*\)", refusal("--config", str(path)))
+    assert re.fullmatch(rf"{path}:2: unknown options: lr \(did you mean learning_rate\?\); push_to_hub \(.*lora.py push.*\)", refusal("--config", str(path)))
 
 
 def test_what_is_not_here_is_none_of_our_flags():

@@ -7,6 +7,7 @@
     curves.py  its curves, as inline SVG
     record.py  what every sampled token was worth: --record, tokens.jsonl
     flags.py   --record, --report_to, --show_every
-    loggers.py its loggers: TensorBoard, Weights & Biases, trackio
-    metrics.py what every logged number means: python -m extras.show --metrics
+    loggers.py those of --report_to: TensorBoard, Weights & Biases, trackio
+    metrics.py what every logged number means (metrics.json): python -m extras.show --metrics
+    hub.py     python lora.py info and push; card*.md are the words of its model card
 """

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from core.config import UserError
 from core.data import read_json, read_text, to_json
 from core.model import ADAPTER, base_of, is_adapter, newest
-from core.run import CONFIG, algorithm_of
+from core.run import CONFIG, algorithm_of, set_aside
 from envs.task_files import config_of
 from extras.show.notes import CHANGED, HELD_OUT, SHARES, wilson
 
@@ -31,23 +31,23 @@ NOT_UPLOADED = ("optimizer.safetensors", "state.json", "README.md", ADAPTER)  # 
 def look_into(source: str):
     """Return what is known of a folder. Raises UserError if it holds no weights of ours.
 
-    Attributes: path of the weights; the run's folder, or path; its algorithm or None, its flags (as
-    text) and result; the adapter's config, {} for a model; base; shapes {tensor: its shape}.
+    Attributes: path of the weights; run, its folder, with its algorithm (or None), flags (as text),
+    step and result; adapter, its config ({} for a model); base; shapes {tensor: its shape}.
     """
     path = Path(newest(source))
     if not (is_adapter(path) or (path / "config.json").exists()):
         raise UserError(f"{source}: holds no run with a checkpoint, no adapter and no model")
     run = path.absolute().parents[1] if path.parent.name == "checkpoints" else path
-    result = run / "result.json"
+    adapter, state, result = [read_json(file) if file.exists() else {} for file in (
+        path / ADAPTER, path / "state.json", run / "result.json")]
     shapes = {}
     for file in path.glob("*model*.safetensors"):
         with safe_open(file, "pt") as tensors:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
     return SimpleNamespace(
-        path=path, run=run, algorithm=algorithm_of(run), flags=config_of(run), shapes=shapes,
-        result=read_json(result) if result.exists() else {},
-        adapter=read_json(path / ADAPTER) if is_adapter(path) else {},
-        base=base_of(path) if is_adapter(path) else "")
+        path=path, run=run, algorithm=algorithm_of(run), flags=config_of(run), result=result,
+        step=state.get("step"), adapter=adapter, base=base_of(path) if adapter else "",
+        shapes=shapes)
 
 
 def kind_of(folder) -> str:
@@ -63,13 +63,13 @@ def kind_of(folder) -> str:
 def info(source: str) -> str:
     """Return lines that say what a folder is."""
     folder = look_into(source)
-    state, template = folder.path / "state.json", folder.path / "chat_template.jinja"
+    template = folder.path / "chat_template.jinja"
     lines = {"folder": folder.path, "holds": kind_of(folder)}
     if folder.adapter:
         lines["adapts"] = ", ".join(folder.adapter["target_modules"])
     if folder.algorithm:
-        step = read_json(state)["step"] if state.exists() else folder.result.get("steps")
-        lines["run"] = f"{folder.algorithm}, after step {step}; from {folder.flags['model_path']}"
+        start = folder.flags["model_path"]
+        lines["run"] = f"{folder.algorithm}, after step {folder.step}; from {start}"
     if template.exists():
         text = read_text(template)
         tools = "with" if "tools" in text else "without"
@@ -85,10 +85,8 @@ def info(source: str) -> str:
 def number(metrics: dict, name: str) -> str:
     """Return a number of an evaluation, a share with its 95 % interval, or "-"."""
     value, n = metrics.get(name), metrics.get(SHARES.get(name))
-    if value is None:
-        return "-"
-    if not n:
-        return f"{value:.3f}"
+    if value is None or not n:
+        return "-" if value is None else f"{value:.3f}"
     low, high = wilson(value * n, n)
     return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
@@ -98,41 +96,37 @@ def card(folder, name: str, base: str) -> str:
 
     base is the hub id of an adapter's base model, "" where that is uploaded as base/.
     """
-    words = {"name": name, "short": name.rpartition("/")[2], "what": f"This is {kind_of(folder)}.",
-             "algorithm": folder.algorithm or "agent", "header": "library_name: transformers"}
-    loading = "card_model.md"
+    words = {"name": name, "short": name.rpartition("/")[2], "what": kind_of(folder),
+             "algorithm": folder.algorithm or "agent", "header": "library_name: transformers",
+             "training": "", "imports": ""}
     if folder.adapter:
-        loading = "card_adapter.md"
+        words["header"] = "library_name: peft"
         # vLLM knows powers of two, from 8 on.
         words["rank"] = 1 << max(3, (folder.adapter["r"] - 1).bit_length())
-        words["header"] = "library_name: peft"
+        words["imports"] = "import huggingface_hub as hub\n"
         words["base"] = f'hub.snapshot_download("{name}") + "/base"'
         words["base_path"] = f"{words['short']}/base"
-        if base:
-            words["header"] += f"\nbase_model: {base}"
-            words["base"], words["base_path"] = f'"{base}"', base
-    words["training"] = ""
+    if base:
+        words["header"] += f"\nbase_model: {base}"
+        words |= {"imports": "", "base": f'"{base}"', "base_path": base}
     if folder.algorithm:
         words["training"] = filled("card_run.md", words | run_words(folder))
-    words["loading"] = filled(loading, words)
+    words["loading"] = filled(f"card_{'adapter' if folder.adapter else 'model'}.md", words)
     return filled("card.md", words)
 
 
 def run_words(folder) -> dict:
-    """Return what the card says of a run: its flags, data and results."""
+    """Return what the card says of a run: its step, data, flags and results."""
     before, after = (folder.result.get(when) or {} for when in ("before", "after"))
     rows = [f"| {name} | {number(before, name)} | {number(after, name)} |"
             for name in HELD_OUT if after.get(name) is not None]
-    # Without extras/show a run does not say which: all of them.
+    # Without extras/show a run does not say which differ: all of them are shown.
     line = re.search(f"^{CHANGED}(.*)$", read_text(folder.run / CONFIG), re.M)
     changed = line[1].split(", ") if line else folder.flags
-    return {"steps": folder.result.get("steps", "unfinished"),
-            "rows": "\n".join(rows or ["| no evaluation | - | - |"]),
-            "tasks": folder.result.get("held_out_tasks") or 0,
-            "data": ", ".join(f"`--{flag} {folder.flags[flag]}`" for flag in DATA
-                              if folder.flags.get(flag)),
-            "flags": "\n".join(f"{flag}: {folder.flags[flag]}" for flag in changed
-                               if folder.flags.get(flag) and flag != "output_dir")}
+    flags = {flag: value for flag, value in folder.flags.items() if value and flag != "output_dir"}
+    return {"step": folder.step, "rows": "\n".join(rows), "tasks": after.get("episodes", 0),
+            "data": ", ".join(f"`--{flag} {flags[flag]}`" for flag in DATA if flag in flags),
+            "flags": "\n".join(f"{flag}: {flags[flag]}" for flag in changed if flag in flags)}
 
 
 def filled(template: str, words: dict) -> str:
@@ -156,6 +150,8 @@ def push(source: str, name: str, base: str | None, private: bool, dry_run: bool)
     text = card(folder, name, base)
     if dry_run:
         path = folder.path / "README.md"
+        if path.exists() and read_text(path) != text:
+            set_aside(path)
         path.write_text(text, "utf-8")
         return f"written: {path}; not uploaded: {', '.join(sorted(files))}"
     files["README.md"] = text.encode()

@@ -145,8 +145,8 @@ def test_the_card_says_what_the_run_was(run, capsys):
     _, head, text = (checkpoint / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(head) == {"library_name": "peft", "tags": ["agentic-rl", "tool-use", "sft"]}
     assert "This is a LoRA adapter of rank 3 (alpha 6) on 4 layers of the model in base/." in text
-    assert "| on 40 held-out tasks (95 % interval) | before | after |\n|---|---|---|\n| success | 0.250 (0.142 to 0.402) | 0.750 (0.598 to 0.858) |\n" in text
-    assert "| loss | 2.500 | 1.500 |" in text and "`sft.py`" in text and ", 1 steps." in text and "Data: `--env equations`." in text
+    assert "| 40 held-out tasks (95 % interval) | before | after |\n|---|---|---|\n| success | 0.250 (0.142 to 0.402) | 0.750 (0.598 to 0.858) |\n" in text
+    assert "| loss | 2.500 | 1.500 |" in text and "`sft.py`" in text and ", after step 1." in text and "Data: `--env equations`." in text
     flags = yaml.safe_load(re.search("```yaml\n(.*?)```", text, re.S)[1])
     assert flags.items() >= {"lora_r": 3, "learning_rate": 0.5, "max_steps": 1}.items() and not flags.keys() & {"seed", "output_dir", "num_epochs"}
     assert "vllm serve x/base --enable-lora --max-lora-rank 8 --lora-modules x=x" in text and "ollama create x" in text
@@ -187,6 +187,11 @@ def test_info_says_what_a_folder_is(run, tmp_path, capsys):
     assert "holds:    a model of 4 layers" in text and f"{n:,} parameters; model.safetensors" in text and "run:" not in text
     assert merge.main(["push", str(tmp_path / "merged"), "me/x", "--dry_run"]) == 0
     text = (tmp_path / "merged" / "README.md").read_text()
+    # A card that somebody has written stays, under another name.
+    (tmp_path / "merged" / "README.md").write_text("mine")
+    for _ in range(2):
+        assert merge.main(["push", str(tmp_path / "merged"), "me/x", "--dry_run"]) == 0
+    assert (tmp_path / "merged" / "README.md.1").read_text() == "mine" and not (tmp_path / "merged" / "README.md.2").exists()
     assert "library_name: transformers" in text and "PEFT is not needed" in text and "vllm serve me/x\n" in text
 
 
