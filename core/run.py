@@ -321,7 +321,6 @@ class Run:
         """Write result.json with the `extra` entries, print what came out, and return the result."""
         self.after = after
         self.save()  # what no step has saved: of 0 steps there is a checkpoint, too
-        self.show_result(next_program)
         result = {"success_before": self.before.get("success"),
                   "success_after": after.get("success"), "before": self.before, "after": after,
                   "held_out_tasks": after.get("episodes"), "steps": self.total,
@@ -329,6 +328,7 @@ class Run:
                   "peak_memory_mb": peak_memory_mb(), **extra}
         if self.writes:
             write_whole(self.folder / "result.json", to_json(result, indent=1))
+        self.show_result(next_program)
         for end in self.endings:
             end(self.folder)
         return json_value(result)

@@ -331,6 +331,18 @@ def test_result(tmp_path):
     assert result["after"] == {"loss": None} and result["held_out_loss"] is None and result["steps"] == 0
 
 
+def test_the_result_is_written_before_anything_is_printed(tmp_path, monkeypatch):
+    """What is printed may fail: nobody reads the output, or an environment has taken the folder away."""
+    def fails(*_):
+        raise BrokenPipeError
+    run = Run(sft.settle(sft.Config(output_dir=str(tmp_path))), "sft")
+    load(run, 0)
+    monkeypatch.setattr(Run, "show_result", fails)
+    with pytest.raises(BrokenPipeError):
+        run.finish({"loss": 1.0})
+    assert json.loads((tmp_path / "result.json").read_text())["after"] == {"loss": 1.0}
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 def small_model():
@@ -452,9 +464,9 @@ def test_the_8_bit_adam_of_bitsandbytes_goes_on_too(tmp_path):
 
 
 def test_commands_are_found_from_another_folder(tmp_path, monkeypatch):
-    from extras.show.notes import next_command
+    from extras.show.notes import next_command, path_of
     monkeypatch.chdir(tmp_path)
-    command = shlex.split(next_command("agent.py", sft.Config()))
+    command = shlex.split(next_command(path_of("agent.py"), sft.Config()))
     assert Path(command[1]).resolve() == Path(sft.__file__).with_name("agent.py")
 
 

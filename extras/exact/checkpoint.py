@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from core.data import read_json, to_json
@@ -123,10 +124,13 @@ def ingredients(run) -> dict:
     """
     config = run.config
     paths = _files_in(run.folder / "base", "base")
+    # An environment may have left the folder from which paths go.
+    at_start = partial(os.path.join, run.started)
     if config.model_path != "tiny":
-        paths |= _model_files(config.model_path)
+        place = at_start(config.model_path)
+        paths |= _model_files(place if os.path.isdir(place) else config.model_path)
     for name in DATA_FLAGS:
-        paths |= {path: path for path in paths_in(getattr(config, name, None) or "")}
+        paths |= {path: at_start(path) for path in paths_in(getattr(config, name, None) or "")}
     if hasattr(config, "env"):
         paths |= {path: path for path in data_of(config)}
         code = sources(config)
@@ -134,9 +138,9 @@ def ingredients(run) -> dict:
             place = os.path.relpath(path, os.path.dirname(code[0]))
             place = os.path.basename(path) if place.startswith("..") else place
             paths[f"environment {place}"] = path
-    folder = os.path.dirname(os.path.abspath(run.program))
+    folder = os.path.dirname(run.program)
     for module in list(sys.modules.values()):
-        path = os.path.abspath(getattr(module, "__file__", None) or "")
+        path = at_start(getattr(module, "__file__", None) or "")
         if os.path.dirname(path) == folder:
             paths[f"program {os.path.basename(path)}"] = path
     return {label: path for label, path in paths.items() if os.path.isfile(path)}

@@ -84,7 +84,10 @@ class Signals:
             reason = " ".join(str(error).split())
             return Stop(f"the disk is full ({reason}){then}", 4)
         if is_out_of_memory(error):
-            counter = os.path.relpath(Path(__file__).parents[2] / "bench" / "memory.py")
+            counter = str(Path(__file__).parents[2] / "bench" / "memory.py")
+            # An environment may have left the current folder for one that is removed.
+            with suppress(FileNotFoundError):
+                counter = os.path.relpath(counter)
             fits = f"what would fit: {shlex.join(['python', counter, *sys.argv])}"
             if Path(sys.argv[0]).stem == "agent":
                 fits = "lower --num_tasks, --group_size or --max_tokens, or give --dtype bfloat16"

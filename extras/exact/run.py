@@ -27,6 +27,7 @@ class Run(core.run.Run):
 
     Attributes:
         command: the command that continues this run, or what does where no command can.
+        started: the folder in which it was started, which an environment may leave.
         updated: True from the first update of a step until its lines are written.
         unwritten: the arguments of `write_line` while it writes, else None.
         bad: updates in a row that were not finite.
@@ -68,7 +69,8 @@ class Run(core.run.Run):
         ranks = super().processes()
         # A notebook's own Config has no file.
         module = sys.modules[type(self.config).__module__]
-        self.program = getattr(module, "__file__", f"{self.algorithm}.py")
+        self.started = os.getcwd()
+        self.program = os.path.abspath(getattr(module, "__file__", f"{self.algorithm}.py"))
         launcher = ranks.launcher() if ranks.world > 1 else ["python"]
         words = [*launcher, os.path.relpath(self.program), "--config",
                  os.path.join(self.config.output_dir, CONFIG)]

@@ -90,8 +90,8 @@ def path_of(program):
 
 
 def next_command(program, config, *words):
-    """Return the command that continues from a run with `program`, with the flags it needs."""
-    words = ["python", path_of(program), "--model_path", config.output_dir, *words]
+    """Return the command that continues from a run with the path `program`, and its flags."""
+    words = ["python", program, "--model_path", config.output_dir, *words]
     learns_from = [getattr(config, name, None) for name in ("dataset", "trajectories")]
     for name in KEPT_FLAGS:
         value = getattr(config, name, None)

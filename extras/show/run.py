@@ -1,4 +1,5 @@
 """`core.run.Run` that shows itself: bars, the plan, notes and alarms, a full table, report.html."""
+import os
 import sys
 
 from tqdm import tqdm
@@ -7,7 +8,8 @@ import envs
 from core.config import NO_BAR, UserError, options, progress, say
 from core.run import CONFIG, write_whole
 from extras.show.notes import (CHANGED, Alarms, changed_flags, credit_note, first_notes, idle_notes,
-                               next_command, plan, print_table, step_line, step_numbers)
+                               next_command, path_of, plan, print_table, step_line,
+                               step_numbers)
 from extras.show.record import Recording
 
 
@@ -15,6 +17,7 @@ class Run(Recording):
     """A run that says what it does.
 
     Attributes:
+        programs: the folder of our programs, from that in which the run was started.
         noted: the ends of the notes that were printed on the untrained policy.
         passed: the sequences of all passes of a step.
         episodes: those of the step, once they are logged.
@@ -29,6 +32,8 @@ class Run(Recording):
     def __init__(self, config, algorithm):
         super().__init__(config, algorithm)
         self.noted = set()
+        # An environment may leave the current folder, even for one that is removed.
+        self.programs = path_of("")
         if self.finished:
             self.finished = self.ranks.first(self.result_to_show)
         names = getattr(config, "report_to", "none")
@@ -151,7 +156,8 @@ class Run(Recording):
             words = []
             if next_program == "agent.py" and self.config.env:
                 words = ["--num_tasks", "3"]
-            print(f"next:    {next_command(next_program, self.config, *words)}")
+            program = os.path.join(self.programs, next_program)
+            print(f"next:    {next_command(program, self.config, *words)}")
 
     def finish(self, after, *words, **extra):
         """Return the result as a notebook shows it."""

@@ -485,6 +485,28 @@ def test_a_run_that_a_reward_function_ended_continues_once_it_is_fixed(place, tm
     assert "note: environment judge.py is not the file this run began with: from here on it may learn something else\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("module", [grpo, sft])
+def test_an_environment_that_leaves_the_process_in_a_removed_folder_hinders_no_end(place, tmp_path, monkeypatch, capsys, module):
+    """The table was printed before result.json was written, and its last line asked where it was: such a run could not be resumed to an end."""
+    monkeypatch.chdir(place)
+    (tmp_path / "away.py").write_text("import os, tempfile\nfrom envs.equations import Equations\n\n\nclass Away(Equations):\n"
+                                      "    def reset(self, **task):\n        folder = tempfile.mkdtemp()\n        os.chdir(folder)\n"
+                                      "        os.rmdir(folder)\n        return super().reset(**task)\n")
+    options = dict(model_path="base", env=f"{tmp_path}/away.py:Away", eval_tasks=2, max_steps=2)
+    options |= dict(max_samples=8, batch_size=4) if module is sft else dict(tasks_per_step=2)
+    again = config(module, place, tmp_path / "run", **options)
+    with pytest.raises(Killed):
+        train(module, again, monkeypatch, 1)
+    again.resume = True
+    for ended in range(2):
+        os.chdir(place)
+        assert module.train(again)["steps"] == json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
+        with pytest.raises(FileNotFoundError):
+            os.getcwd()
+        assert re.search(r"next:    python \S+py --model_path ", capsys.readouterr().out)
+        (tmp_path / "run" / "result.json").unlink()
+
+
 def test_a_checkpoint_of_another_version_is_played_but_not_continued(place, tmp_path, monkeypatch):
     """Of three days ago: its state.json, whole and with its checksum, lacked names that only --resume reads. Nothing loaded it."""
     again = toy(place, tmp_path / "run", lora_r=2)
