@@ -12,6 +12,8 @@ at most its own episode, until it happens so often that the environment must be 
     a call that does not return     its thread is left behind; a tool's answer is an error text, and
                                     any other call ends its episode. Nine in a rollout end that
     one that holds Python's lock    the process ends with a traceback that names the tool
+    nearly all episodes fail        of ten or more, three in four by a fault: the run ends
+    one that calls os._exit         it fails as by sys.exit, and the process goes on
     tools that replace sys.stdout   the run ends, because their results may be mixed up
     a signal during a slow call     it is handled at once (`run.check`)
 
@@ -26,7 +28,9 @@ episode, as TRL does with all. Without this layer every episode makes its own.
 """
 import faulthandler
 import io
+import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -42,6 +46,7 @@ from envs.calls import message_of
 from envs.session import EpisodeFault
 
 MAX_FAULTS = 10  # calls of one kind in a row that all meet a fault: the environment is broken
+MAX_FAILED = 0.75  # the share of MAX_FAULTS or more episodes: what is left teaches nothing
 MAX_ABANDONED = 8  # calls of one rollout that may be left behind in their threads
 HANG_SECONDS = 30  # beyond the time-out in which no thread ran: a call holds Python's lock
 # What a tool raises about the arguments that it was given.
@@ -49,6 +54,25 @@ BY_ARGUMENTS = ValueError, TypeError, LookupError, ArithmeticError, SyntaxError,
 MIXED = ("tools replaced sys.stdout (contextlib.redirect_stdout?) while those of other episodes "
          "ran, in threads of the same process, so that their results are mixed up; hold a "
          "threading.Lock of the module meanwhile, or run such code in a process of its own")
+# What a client says where a server has fewer sessions than there are episodes at once.
+CLOSED = re.compile("ConnectionClosed|ConnectionReset|ConnectionAborted|BrokenPipe|RemoteDisconnected"
+                    "|(connection|session|socket).*(closed|reset|limit|capacity|full)", re.I | re.S)
+ONE_SESSION = ("; a server that has a single session closes the connections of all other episodes: "
+               "start it with a session for each episode that is played at once (OpenEnv: "
+               "max_concurrent_envs)")
+PROCESS, EXIT = os.getpid(), os._exit
+OPEN = set()  # the rollouts that run now
+
+
+def leave_process(status):
+    """Raise SystemExit in place of os._exit, which ends a run without a word, during a rollout."""
+    # A child process ends as it wants to, and so does a program that a signal ends.
+    if not OPEN or os.getpid() != PROCESS or status >= 128:
+        EXIT(status)
+    raise SystemExit(f"os._exit({status})")
+
+
+os._exit = leave_process
 
 
 @contextmanager
@@ -60,6 +84,7 @@ def sessions(limits, run=None):
     """
     with Watch(limits.tool_timeout, run) as watch:
         yield partial(Session, watch)
+    watch.judge()
     watch.check()
 
 
@@ -80,10 +105,13 @@ class Watch:
         self.lock = threading.Lock()
         self.abandoned = []  # the calls that did not return in time
         self.broken = None  # why no result can be relied on, in words
-        # Of all rollouts of a run: faults in a row by kind of call, and by the name of an
-        # environment the workers whose instances wait for their next episode.
+        # Of all rollouts of a run: faults in a row by kind of call, episodes that were "played" and
+        # "failed" since there were enough of them to judge by, and by the name of an environment
+        # the workers whose instances wait for their next episode.
         kept = run.kept if run else {}
         self.faults = kept.setdefault("faults", Counter())
+        self.episodes = kept.setdefault("episodes", Counter())
+        self.last_fault = ""
         self.idle = kept.setdefault("idle", defaultdict(list))
 
     def count(self, kind, fault: str | None):
@@ -93,7 +121,18 @@ class Watch:
             self.broken = (
                 f"{MAX_FAULTS} faults in a row: the environment is broken, and the model cannot "
                 "help it; what is the model's fault a tool returns as text, or raises as "
-                f"ValueError; the last: {fault}")
+                f"ValueError; the last: {fault}{advice(fault)}")
+
+    def judge(self):
+        """Note that the environment is broken if nearly all episodes ended by a fault."""
+        played, failed = self.episodes["played"], self.episodes["failed"]
+        if played < MAX_FAULTS:
+            return
+        self.episodes.clear()
+        if failed >= MAX_FAILED * played:
+            self.broken = self.broken or (
+                f"{failed} of {played} episodes ended by a fault of their environment, and what is "
+                f"left teaches nothing; the last: {self.last_fault}{advice(self.last_fault)}")
 
     def check(self):
         """Raise EnvironmentFault if the environment is broken."""
@@ -102,11 +141,13 @@ class Watch:
 
     def __enter__(self):
         self.is_open = True
+        OPEN.add(self)
         self.stdout = sys.stdout
         threading.Thread(target=self._keep_alive, daemon=True).start()
         return self
 
     def __exit__(self, *_):
+        OPEN.discard(self)
         with self.lock:
             self.is_open = False
             faulthandler.cancel_dump_traceback_later()
@@ -163,8 +204,10 @@ class Session(envs.session.Session):
     def __init__(self, watch: Watch, name: str, cls: type, task: dict):
         super().__init__(name, cls, task)
         self.watch = watch
+        self.failed = False
         # A server begins its episodes in several threads.
         with watch.lock:
+            watch.episodes["played"] += 1
             idle = watch.idle[name]
             self.worker = idle.pop() if idle else Worker()
         self.env = self.worker.env
@@ -263,7 +306,14 @@ class Session(envs.session.Session):
         self.watch.count((self.name, self.phase), fault)
         if fault:
             self.worker.env = None
+            self.watch.episodes["failed"] += not self.failed
+            self.watch.last_fault, self.failed = fault, True
             raise EpisodeFault(fault) from error
+
+
+def advice(fault: str) -> str:
+    """Return what to do about a fault that a closed connection explains, else nothing."""
+    return ONE_SESSION if CLOSED.search(fault) else ""
 
 
 class Worker:

@@ -532,3 +532,88 @@ def test_ten_faults_in_a_row_end_a_run():
                 for _ in range(5):
                     with pytest.raises(envs.session.EpisodeFault):
                         new_session("fails", type("Fails", (), {"reset": lambda self: 1 / 0}), {}).start()
+
+
+def failing(monkeypatch, good, message="no such table"):
+    """A class whose reset fails for all but every `good`-th episode."""
+    class Server:
+        count = 0
+
+        def reset(self, **_):
+            Server.count += 1
+            if good and Server.count % good == 0:
+                return "go"
+            raise RuntimeError(message)
+    return Server
+
+
+def played(cls, episodes, run):
+    """Begin so many episodes in a rollout; what the rollout raises is passed on."""
+    with isolate.sessions(Limits(), run) as new_session:
+        for _ in range(episodes):
+            with contextlib.suppress(envs.session.EpisodeFault):
+                new_session("server", cls, {}).start()
+
+
+@pytest.mark.parametrize("good, ends", [(8, True), (4, True), (2, False), (3, False)])
+def test_where_nearly_all_episodes_fail_the_run_ends_though_no_ten_do_in_a_row(monkeypatch, good, ends):
+    """Of a server with one session each rollout of 8 got one episode, no group had two to compare, and a run that learned nothing ended with 0."""
+    run, cls = SimpleNamespace(kept={}, check=lambda: None), failing(monkeypatch, good)
+    played(cls, 8, run)  # too few to judge by
+    with pytest.raises(EnvironmentFault, match=rf"{16 - 16 // good} of 16 episodes ended by a fault of their environment, and what is left teaches nothing; "
+                       "the last: .*no such table$") if ends else contextlib.nullcontext():
+        played(cls, 8, run)
+    if ends:
+        assert EnvironmentFault.code == 6
+        played(failing(monkeypatch, 1), 8, run)  # a resumed run counts anew
+
+
+@pytest.mark.parametrize("message, is_closed", [
+    ("ConnectionClosedOK: received 1000 (OK)", True), ("sent 1011; connection was closed by the server", True), ("no session: capacity reached", True),
+    ("ConnectionResetError: [Errno 104] Connection reset by peer", True), ("[Errno 32] BrokenPipeError", True), ("no such table", False), ("File closed", False)])
+def test_a_server_with_a_single_session_is_named_where_connections_are_closed(monkeypatch, message, is_closed):
+    for good in (8, None):
+        run, cls = SimpleNamespace(kept={}, check=lambda: None), failing(monkeypatch, good, message)
+        with pytest.raises(EnvironmentFault) as ended:
+            played(cls, 16, run)
+        assert ("a server that has a single session" in str(ended.value)) == ("max_concurrent_envs" in str(ended.value)) == is_closed
+
+
+class Leaver:
+    """A class whose tools end the process, or a child of it."""
+
+    def reset(self, **_):
+        return "go"
+
+    def leave(self, how: str) -> str:
+        """Leave.
+
+        Args:
+            how: in which way
+        """
+        if how == "os":
+            os._exit(0)
+        if how == "from":
+            from os import _exit
+            _exit(0)
+        child = os.fork()
+        if not child:
+            os._exit(7)
+        return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    def get_reward(self):
+        return 1.0
+
+
+def test_a_tool_that_leaves_the_process_fails_and_the_run_goes_on():
+    """The run ended with status 0, in the middle of a step and without a word. A child that a tool makes still ends as it wants to."""
+    run = SimpleNamespace(kept={}, check=lambda: None)
+    with pytest.raises(EnvironmentFault, match="10 faults in a row.*leave on task .* raised SystemExit: os._exit.0."), isolate.sessions(Limits(), run) as new_session:
+        session = new_session("leaver", Leaver, {})
+        session.start()
+        for how in ("fork", *["os", "from"] * 5):
+            session.submit([{"name": "leave", "arguments": {"how": how}}])
+            [(text, error, _)] = session.results()
+            assert (text, error) == (("7", False) if how == "fork" else ("error: SystemExit: os._exit(0)", True))
+        assert session.score()[0] == 1.0
+    assert not isolate.OPEN
