@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from core.config import UserError  # before torch: sets how its threads wait
-from core.model import DTYPES, facts
+from core.model import DTYPES, facts, share_weights
 from layers import load_model
 
 
@@ -30,6 +30,7 @@ def merge(source: str, folder: str, dtype: str = "auto"):
         model, tokenizer = load_model(source, dtype=dtype, train=False, merge=True)
         for thing in (model, tokenizer):
             thing.save_pretrained(whole)
+        share_weights(whole)
         # A model with a vision tower is loaded with these, too.
         for path in Path(facts(model).source).glob("*processor_config.json"):
             shutil.copyfile(path, whole / path.name)
@@ -68,5 +69,6 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout:  # it may be closed
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))

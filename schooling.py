@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import Episode, Trajectory, ends_on_fault, playable, rollout_options
-from core.model import adamw, scheduled
+from core.model import adamw, scheduled, share_weights
 from core.data import batches_of_like_length, collate, without_faults
 from core.logprobs import token_logprobs
 from core.tiny import TINY_SFT
@@ -124,6 +124,7 @@ def _teach(config, base, plays):
     unfinished = base.with_name(".tmp-base")
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    share_weights(unfinished)
     unfinished.rename(base)
 
 

@@ -8,6 +8,7 @@
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,10 +166,7 @@ def read_tokenizer(source: str):
 
 
 def switch_dropout_off(model):
-    """Switch off config.json's dropout and router noise: an update sees the policy that sampled.
-
-    The adapter's --lora_dropout comes later. The config stays as it is, for `save_model`.
-    """
+    """Switch off config.json's dropout and router noise: an update sees the policy that sampled."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -187,12 +185,20 @@ def save_model(model, folder: str):
     folder.mkdir(parents=True, exist_ok=True)
     added = added_weights(model)
     if added:
-        save_file(on_cpu(added), folder / ADDED)
+        save_file({name: p.contiguous() for name, p in added.items()}, folder / ADDED)
     if settings(model):
         save_adapter(model, folder)
     else:
         weights = {name: w for name, w in model.state_dict().items() if name not in added}
         model.save_pretrained(folder, state_dict=weights)
+    share_weights(folder)
+
+
+def share_weights(folder):
+    """Let everyone read the weights in a folder who may read its JSON: safetensors lets no other."""
+    for file in Path(folder).glob("*.safetensors"):
+        with suppress(PermissionError):  # not every disk has modes
+            file.chmod(next(Path(folder).glob("*.json")).stat().st_mode)
 
 
 def added_weights(model) -> dict:
@@ -205,16 +211,11 @@ def added_weights(model) -> dict:
     return {name: p for name, p in trained.items() if name not in own}
 
 
-def on_cpu(tensors: dict) -> dict:
-    """Return the tensors as safetensors writes them."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
 def save_adapter(model, folder):
     """Write the two files of PEFT, and the tiny model if it is the base."""
     form = facts(model).stored_as
     # One entry of metadata alone: of two, safetensors writes the order at random.
-    save_file(on_cpu(settings(model).tensors), folder / TENSORS,
+    save_file(settings(model).tensors, folder / TENSORS,
               metadata={"base": form} if form else {"format": "pt"})
     base = facts(model).source
     # Nobody else has these random weights, so they are saved beside every adapter.
@@ -222,6 +223,7 @@ def save_adapter(model, folder):
         base = folder / "base"
         for thing in make_tiny(facts(model).seed):
             thing.save_pretrained(base)
+        share_weights(base)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
               "fan_in_fan_out": False, "modules_to_save": None,
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,

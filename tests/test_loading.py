@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import time
 from pathlib import Path
@@ -69,6 +70,24 @@ def test_what_is_not_the_tiny_model_is_never_read_and_never_raises(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- saving and merging
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_a_server_that_runs_as_another_user_can_read_the_weights(tiny, tmp_path, mask):
+    """safetensors gives every file the mode 0600: of a merged folder only the config could be read."""
+    old = os.umask(mask)
+    try:
+        whole = load(tiny)
+        adapted = load(tiny, lora_r=2)
+        save_model(whole, tmp_path / "whole")
+        save_model(adapted, tmp_path / "adapter")
+        save_model(load("tiny", lora_r=2), tmp_path / "born")
+        merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    finally:
+        os.umask(old)
+    modes = {file.relative_to(tmp_path).as_posix(): oct(file.stat().st_mode & 0o777) for file in tmp_path.rglob("*.*")}
+    assert {"whole/model.safetensors", "adapter/adapter_model.safetensors", "born/base/model.safetensors", "merged/model.safetensors"} <= modes.keys()
+    assert set(modes.values()) == {oct(0o666 & ~mask)}
+
+
 def test_merge_writes_a_plain_folder(tiny, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = randomise(load(tiny, lora_r=4))
@@ -315,7 +334,28 @@ def prompt_tuning(tiny, folder):
     return folder
 
 
+def with_prefix(prefix):
+    def make(tiny, folder):
+        """Its merges do not begin with it: the tokenizer's Rust code panics, which is no Exception."""
+        shutil.copytree(tiny, folder / "m")
+        stored = json.loads((folder / "m" / "tokenizer.json").read_text())
+        stored["model"]["continuing_subword_prefix"] = prefix
+        (folder / "m" / "tokenizer.json").write_text(json.dumps(stored))
+        return folder / "m"
+    return make
+
+
+def with_length(length):
+    def make(tiny, folder):
+        shutil.copytree(tiny, folder / "m")
+        edit_json(folder / "m" / "tokenizer_config.json", model_max_length=length)
+        return folder / "m"
+    return make
+
+
 @pytest.mark.parametrize("make, says", [
+    (with_prefix("##"), "tokenizer.json: continuing_subword_prefix is '##', and the merge ['e', 'r'] does not have it"), (with_prefix(7), "no tokenizer could be read (invalid type"),
+    (with_length("512"), "tokenizer_config.json: model_max_length is '512'; write a number there"), (with_length([1]), "model_max_length is [1]"),
     (missing, "no such folder"), (empty, "cannot be loaded: no model (config.json) is there, nor a step that a run has saved"), (pickle_only, "cannot be loaded"),
     (no_weights, "cannot be loaded"), (no_template, "no chat template"), (no_tokenizer, "no tokenizer could be read"), (no_vocabulary, "tokenizer.json is missing"), (long_tokenizer, "tokenizer has 1078 tokens, model 778"),
     (corrupt, "cannot be loaded"), (incomplete, "model.layers.1.mlp.up_proj.weight"), (misshapen, "no weights for model.layers.1.mlp.up_proj.weight"), (broken_config, "cannot be loaded"), (not_finite, "not finite"), (unknown_head, "HyperCLOVAXForCausalLM: the training forward differs"),

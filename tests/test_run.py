@@ -476,6 +476,15 @@ def test_a_pipe_that_head_has_closed_ends_a_program_in_one_line():
     assert done.stderr == "check.py: nobody reads the output\n"
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_closed_output_is_answered_in_a_line(closed):
+    """`python grpo.py --help >&-` was an AttributeError. A log that is opened next would get the number of what is closed."""
+    words = f"{shlex.quote(sys.executable)} grpo.py --help {closed}"
+    done = subprocess.run(words, shell=True, cwd=Path(sft.__file__).parent, capture_output=True, text=True)
+    line = "grpo.py: standard output or standard error is closed; redirect it, for instance to /dev/null\n"
+    assert (done.returncode, done.stdout + done.stderr) == (2, line)
+
+
 def test_a_loss_that_is_registered_from_outside_is_a_choice(monkeypatch):
     monkeypatch.setitem(grpo.LOSSES, "mine", grpo.LOSSES["grpo"])
     assert parse(grpo.Config, ["--loss", "mine"]).loss == "mine"

@@ -55,7 +55,7 @@ def _verified(checkpoint):
         raise UserError(f"{error}; rename {checkpoint.name}, and --resume continues from the "
                         "checkpoint before") from None
     for name in RESTORED:
-        if "files" in state and name not in state:
+        if "files" in state and state.get(name) is None:
             raise UserError(f"{checkpoint}: another version of the project wrote it ({name} is "
                             "missing); continue with that version, or begin anew from these "
                             "weights (--model_path) with another --output_dir")

@@ -21,6 +21,11 @@ __all__ = ["main"]
 
 def main(config_class, train, doc):
     """Override core.config.main: the command line is explained, and any bytes can be typed."""
+    # Without them a file that is opened later would get their numbers, and what is written there.
+    if None in (sys.stdout, sys.stderr):
+        print(core.config.shown("standard output or standard error is closed; redirect it, for "
+                                "instance to /dev/null"), file=sys.stderr)
+        sys.exit(UserError.code)
     if hasattr(sys.stdin, "reconfigure"):  # that of a test has not
         sys.stdin.reconfigure(errors="replace")
     core.config.main(config_class, train, doc, parse)

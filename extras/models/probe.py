@@ -7,9 +7,12 @@
 Where they differ, a model would be trained on other probabilities than it was sampled at. What
 transformers adds or changes goes through here as well; no list of architectures is needed.
 """
+import json
+import re
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -17,10 +20,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from core.chat import Chat
-from core.config import UserError, first_line
+from core.config import UserError, first_line, reading
 from core.engine import Engine, Row, StockForward, row_attention
 from core.logprobs import token_logprobs
-from core.model import facts, settings
+from core.model import base_of, facts, is_adapter, newest, settings
 from extras.presence import has
 from extras.models import cache_of
 from lora import adapter_tensors, adapted_linears
@@ -39,7 +42,9 @@ def probed(load_model):
     """Return this load_model, which probes what it loads."""
     @wraps(load_model)
     def load(path: str, **options):
-        model, tokenizer = load_model(path, **options)
+        check_merges(newest(path))
+        with no_panic(path):
+            model, tokenizer = load_model(path, **options)
         check_tokenizer(model, tokenizer, path)
         stop_where_turns_end(model, tokenizer)
         if model.device.type != "meta":
@@ -48,11 +53,46 @@ def probed(load_model):
     return load
 
 
+def check_merges(path: str):
+    """Refuse merges of a BPE that are shorter than its prefix: the tokenizer's Rust code panics."""
+    file = Path(base_of(path) if is_adapter(path) else path, "tokenizer.json")
+    text = file.read_bytes() if file.is_file() else b""
+    # Almost no BPE has one, and the file may be large.
+    if not re.search(rb'"continuing_subword_prefix":\s*"[^"]', text):
+        return
+    with reading(file):
+        model = json.loads(text)["model"]
+        prefix = model["continuing_subword_prefix"]
+        for merge in model.get("merges", ()):
+            second = merge[1] if isinstance(merge, list) else merge.rpartition(" ")[2]
+            if len(second.encode()) < len(prefix.encode()):
+                raise ValueError(f"continuing_subword_prefix is {prefix!r:.80}, and the merge "
+                                 f"{merge!r:.80} does not have it; null is none")
+
+
+@contextmanager
+def no_panic(path):
+    """Turn the panic of a tokenizer's Rust code, which is no Exception, into a UserError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{path}: no tokenizer could be read ({first_line(error)}); its "
+                        "tokenizer.json contradicts itself") from None
+
+
 def check_tokenizer(model, tokenizer, path):
-    """Refuse a tokenizer with tokens that have no embedding and may be written.
+    """Refuse a tokenizer that cannot encode, or has tokens without an embedding that may be written.
 
     A special token that the template does not write needs none, such as Gemma 3's for images.
     """
+    longest = tokenizer.model_max_length
+    if type(longest) not in (int, float):
+        raise UserError(f"{path}: tokenizer_config.json: model_max_length is {longest!r:.80}; write "
+                        "a number there, or leave it out")
+    with no_panic(path), reading(path):
+        tokenizer.decode(tokenizer.encode("a"))
     vocabulary = len(model.get_input_embeddings().weight)
     written = str(tokenizer.chat_template)
     for name in ("bos_token", "eos_token"):

@@ -16,7 +16,7 @@ REDRAWN = 0.5  # seconds between two drawings of a bar
 FIRST_LINE, NEXT_LINE = 10, 30  # seconds before the lines of a pass, where there is no terminal
 
 # The bars of transformers and the hub, which they look up as they are imported.
-if not sys.stderr.isatty() and "ipykernel" not in sys.modules:
+if sys.stderr and not sys.stderr.isatty() and "ipykernel" not in sys.modules:
     for library in ("HF_HUB", "HF_DATASETS"):
         os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 

@@ -202,7 +202,8 @@ def tokens_html(episode, tokenizer):
 # ------------------------------------------------------------------------------------ command
 def program():
     """Write the pages that the command line asks for, or end with one line that says why not."""
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout:  # it may be closed
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser("python -m extras.show.report", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN",
                         help="an output folder, or a .jsonl of episodes")

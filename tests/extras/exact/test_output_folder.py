@@ -103,6 +103,10 @@ STRANGE = [lambda state: {}, lambda state: {"epoch": 3, "global_step": 7}, lambd
 STRANGE += [without(name) for name in checkpoint.RESTORED if name != "made_of"]
 STRANGE += [instead("files", {"../../config.yaml": 1}), instead("files", {"\0": 1}), instead("files", {"nothing": None}),
             instead("made_of", {"base/config.json": 7})]
+STRANGE += [instead(name, value) for name, value in [
+    ("step", "three"), ("step", None), ("step", 2.0), ("step", -2), ("step", True), ("seconds", "9 s"), ("planned", None), ("planned", [3]), ("bad", {}),
+    ("before", []), ("before", {"success": "0.5"}), ("before", {"success": {}}), ("scores", None), ("scores", {"2": "best"}), ("scores", [0.5]), ("files", []),
+    ("made_of", "base"), ("algorithm", 3), ("groups", {}), ("groups", [3]), ("groups", [{"d": "x"}])]]
 
 
 @pytest.mark.parametrize("change", STRANGE, ids=range(len(STRANGE)))
