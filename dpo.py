@@ -397,8 +397,7 @@ def train(config: Config) -> dict:
     write_pairs(run, learned, held_out)
     test_tasks = drop_seen(test_tasks, tasks_of(chain(*learned, *held_out)))
     ref_sums = reference_sums(model, learned + held_out, config, run.ranks)
-    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
-                      beta2=0.999)
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay, beta2=0.999)
     per_step = config.batch_size * config.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(learned) / per_step)
     batches = lru_cache(1)(partial(shuffled_batches, learned, per_step, config.seed))
@@ -429,19 +428,17 @@ def train(config: Config) -> dict:
                         model, batch[rows], ref_sums, counts, config)
                     logprobs.retain_grad()  # what multiplies each token's grad log pi
                     loss.backward()
-                    run.record([*chain(*zip(*batch[rows]))], new=logprobs, weight=logprobs.grad,
-                               ref_sum=ref_sums)
+                    run.record([*chain(*zip(*batch[rows]))], new=logprobs, ref_sum=ref_sums)
                     metrics.append(numbers)
                     del loss, logprobs  # free the graph: the next one needs room
             totals = run.ranks.all_reduce(model, metrics)
-            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-            if math.isfinite(totals["loss"] + grad_norm):
+            norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+            if math.isfinite(totals["loss"] + norm):
                 optimizer.step()
             else:  # it would spoil the weights for good
-                run.skip([*chain(*batch)], f"loss {totals['loss']}, gradient norm {grad_norm}")
+                run.skip([*chain(*batch)], f"loss {totals['loss']}, gradient norm {norm}")
             optimizer.zero_grad()
-            tokens = sum(len(t.token_ids) for t in chain(*batch))
-            run.log(**totals, grad_norm=grad_norm, tokens=tokens)
+            run.log(**totals, grad_norm=norm, tokens=sum(len(t.token_ids) for t in chain(*batch)))
             run.end_step(step)
         after = test()
         return run.finish(after, pairs=len(learned), held_out_loss=after.get("pairs/loss"),

@@ -427,7 +427,7 @@ def train(config: Config) -> dict:
                             advantages[rows], mask[rows], sampled_logprobs[rows])
                         logprobs.retain_grad()  # what multiplies each token's grad log pi
                         loss.backward()
-                        run.record(batch[rows], new=logprobs, entropy=entropy, weight=logprobs.grad)
+                        run.record(batch[rows], new=logprobs, entropy=entropy)
                         metrics.append(numbers)
                         del logprobs, entropy, loss  # free the graph: the next one needs room
                 totals = run.ranks.all_reduce(model, metrics)

@@ -355,8 +355,7 @@ def train(config: Config) -> dict:
     if config.model_path == "tiny":
         base = teach_tiny(config, run, bool(tasks))
         model, tokenizer = load_model(base, **options_for(load_model, config))
-    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay,
-                      beta2=0.999)
+    optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay, beta2=0.999)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
     test = partial(evaluate, model, tokenizer, config.env, held_out, **rollout_options(config, run))
     total = config.max_steps
@@ -394,8 +393,7 @@ def train(config: Config) -> dict:
                         loss = reward_weighted_loss(logprobs, w[rows], w.sum())
                         logprobs.retain_grad()  # what multiplies each token's grad log pi
                         loss.backward()
-                        run.record(batch[rows], new=logprobs, weight=logprobs.grad,
-                                   advantages=w[rows])
+                        run.record(batch[rows], new=logprobs, advantages=w[rows])
                         metrics.append({"loss": loss.detach()})
                         del logprobs, loss  # free the graph: the next one needs room
                 totals = run.ranks.all_reduce(model, metrics)

@@ -202,7 +202,7 @@ def train(config: Config) -> dict:
                 loss = sft_loss(logprobs, loss_mask[rows], num_tokens)
                 logprobs.retain_grad()  # what multiplies each token's grad log pi
                 loss.backward()
-                run.record(batch[rows], new=logprobs, weight=logprobs.grad)
+                run.record(batch[rows], new=logprobs)
                 metrics.append({"loss": loss.detach()})
                 del logprobs, loss  # free the graph: the next one needs room
             totals = run.ranks.all_reduce(model, metrics)

@@ -1,6 +1,7 @@
 """What every sampled token was worth: tokens.jsonl, beside trajectories.jsonl.
 
-`run.record` gets the tensors of a backward pass, and a line an episode keeps them:
+`run.record` gets the tensors of a backward pass, and a line an episode keeps them and the gradient
+of `new`, as `weight`:
 
     {"step": 3, "line": 5, "advantages": [A], "old": [..], "new": [FIRST, LAST], "weight": [..]}
 
@@ -71,6 +72,8 @@ class Recording(core.run.Run):
     def record(self, episodes, **columns):
         if not (self.config.record or self.config.show_every):
             return
+        if "new" in columns:
+            columns["weight"] = columns["new"].grad
         if not self.recorded:
             # The first of the first pass and the one in its middle: of pairs chosen and rejected.
             episodes_to_keep = self.written or [episodes[0], episodes[len(episodes) // 2]]

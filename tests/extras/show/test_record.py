@@ -63,7 +63,7 @@ def test_the_weight_of_a_token_is_the_slope_of_the_loss_worked_by_hand(loss, tmp
     logprobs = sampled.clone().requires_grad_() * 1  # no leaf
     logprobs.retain_grad()
     grpo.total_loss(config, grpo.Counts(2, 6, 10), logprobs, sampled, sampled, None, advantages, mask)[0].backward()
-    run.record(batch, new=logprobs, weight=logprobs.grad)
+    run.record(batch, new=logprobs)
     run.end_step(0)
     first, second = lines(tmp_path)
     assert (first["step"], first["line"], second["line"]) == (0, 0, 1) and "ref" not in first
