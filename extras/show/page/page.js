@@ -1,6 +1,5 @@
 // The page of one or several runs: reads the JSON in #data and fills page.html.
 "use strict";
-
 // ------------------------------------------------------------------------------------- equations
 // Mirrors of grpo.py, dpo.py and reward_weighted.py: tests/extras/show/test_page.py compares them.
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
@@ -198,8 +197,9 @@ function stepsOf(run) {
 
 // An episode's numbers at the update one looks at: lists with an entry for each trained token.
 function numbersOf(episode) {
-  const known = decoded[Number(state.last)], update = (episode.updates || []).at(state.last ? -1 : 0) || {};
+  const known = decoded[Number(state.last)], updates = episode.updates || [];
   if (known.has(episode)) return known.get(episode);
+  const update = {...updates[0], ...updates.at(state.last ? -1 : 0)};  // what the last does not repeat
   const n = {sampled: floats(episode.sampled_f32), clipped: update.clipped};
   for (const name of ["advantage", "old", "new", "ref", "entropy", "weight"]) n[name] = floats(update[`${name}_f32`]);
   n.new ??= n.old ??= n.sampled;
@@ -422,15 +422,15 @@ function talk(episode, title, decorate) {
         decorate(node, start + k);
         return node;
       }));
-      const reward = trained ? rewards.shift() : null, kind = reward > 0 ? "up" : reward < 0 ? "down" : "none";
       if (trained) {
+        const reward = rewards.shift(), kind = reward > 0 ? "up" : reward < 0 ? "down" : "none";
         return h("div.turn.assistant", {}, h("span.role", {}, role), text,
           reward != null && h(`b.badge.${kind}`, {title: "reward of this turn"}, signed(reward)));
       }
       const results = (episode.calls || []).filter(call => call.turn === place - 1)
         .map(call => `${callText(call)} = ${call.result}`).join("; ");
       return h(`details.turn.${role}`, {}, h("summary", {}, h("span.role", {}, role),
-        short(results || text.textContent.replaceAll("↵", ""), 160)), text);
+        short(results || text.textContent.replaceAll("↵", ""), 120)), text);
     }));
 }
 const point = (episode, token) => !state.pinned && (episode === state.episode || theGroup().chosen)
@@ -601,7 +601,7 @@ function plotCards() {  // all that are seen and have no curve yet
 
 const smooth = (values, reach = Math.round(values.length / 16)) => values.map((x, i) => x == null ? null
   : mean(values.slice(Math.max(0, i - reach), i + reach + 1).filter(Number.isFinite)));
-const rangeOf = (u, low, high, space = Math.max(0.08 * (high - low), 1e-3 * largestOf([low, high])) || 1) =>
+const rangeOf = (u, low, high, key, space = Math.max(0.08 * (high - low), 1e-3 * largestOf([low, high])) || 1) =>
   [low - space, high + space];
 
 function drawMarks({ctx: pen, bbox: {left, top, width, height}, valToPos}, runs, name) {

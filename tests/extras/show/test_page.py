@@ -484,6 +484,9 @@ def test_curves_explain_themselves_and_a_click_opens_the_step(opened):
     first = page.all("figure")[0]
     assert "Share of episodes that solved their task" in first.find_element("css selector", "figcaption").get_attribute("title")
     assert "KL is large" in page.text("#alarms")
+    drawn = page.js("""return plots.map(({ctx, data, scales: {y}, bbox: {left, top, width, height}}) => [y.min < Math.min(...data[1]),
+        y.max > Math.max(...data[1]), new Set(ctx.getImageData(left, top, width, height).data).size > 5])""")
+    assert len(drawn) >= 5 and set(map(tuple, drawn)) == {(True, True, True)}  # room above and below each curve, and something is drawn
     count = len(page.all("figure canvas"))
     page.click("#more summary")
     page.js("return new Promise(done => setTimeout(done, 50))")
