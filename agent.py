@@ -17,7 +17,7 @@ from pathlib import Path
 
 import envs
 from core.chat import Chat
-from core.config import UserError, flag, mix
+from core.config import UserError, auto, flag, mix
 from core.data import is_finite, pass_at_k, print_dropped, summarise, to_json
 from core.engine import EngineProtocol, Row
 from core.model import DTYPES, facts
@@ -250,8 +250,7 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
 
     The group id of a task is "{step}-{first_task + index}": a second rollout of the same step needs
     another first_task. Group id, seed and sample seed an episode's random numbers. Episodes whose
-    prompt reaches max_tokens are dropped; if a run's first rollout has no other, it raises
-    UserError. A fault of an environment ends its episode with "error".
+    prompt reaches max_tokens are dropped; if a run's first rollout has no other, UserError.
 
     Args:
         tasks: the arguments of `reset`; where env_name is several, "env" says which.
@@ -384,7 +383,6 @@ def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int
     if not tasks:
         return {}
     trajectories = rollout(model, tokenizer, env_name, tasks, group_size, step=step, **options)
-    # There are none if every prompt is too long.
     return summarise(trajectories) | pass_at_k(trajectories) if trajectories else {}
 
 
@@ -399,7 +397,7 @@ class Config(PlayFlags):
     split: str = flag("train", "tasks to train on, or held-out ones", choices=("train", "test"))
     group_size: int = 1
     output: str | None = flag(None, "with --num_tasks: write the episodes to this new .jsonl")
-    temperature: float = flag(1.0, "of sampling; 0: the most likely token", above=None, low=0)
+    temperature: float | None = auto(1.0, "of sampling; 0: the likeliest token", above=None, low=0)
     dtype: str = flag("auto", "of the weights; auto: the run's, or as stored", choices=DTYPES)
     seed: int = flag(0, "of tasks and sampling", low=0)
 
@@ -415,6 +413,7 @@ def command(config: Config):
     env_name = config.env or "envs.prompts:Prompts"
     play = partial(rollout, model, tokenizer, env_name, **rollout_options(config))
     if not (config.env and config.num_tasks):
+        print(f"{config.env or 'plain chat'}, temperature {config.temperature:g}; Ctrl-D ends")
         return chat(play, envs.load(env_name))
     episodes = play(tasks_for(config, config.split, config.num_tasks), config.group_size, step=-1)
     if not episodes:

@@ -170,6 +170,9 @@ def as_task(cls, row: dict) -> dict | None:
 
 
 # ----------------------------------------------------------- what runs and recorded episodes say
+PLAIN = {"temperature": 0.7}  # of a plain chat
+
+
 def recorded_env(trajectories: str) -> str | None:
     """Return the registered environments ("a,b") that recorded episodes are of, or None.
 
@@ -204,6 +207,7 @@ def config_of(folder) -> dict:
 
 def as_the_run(config):
     """Take what no flag says from the run that wrote the model: environment, tasks, dtype."""
+    note_untrained(config)
     run = config_of(config.model_path)
     run["dataset"] = run.get("tasks", run.get("dataset"))  # sft.py's dataset is other data
     for name in ("env", "dataset", "eval_dataset", "env_options", "fields", "dtype"):
@@ -213,4 +217,10 @@ def as_the_run(config):
                 raise UserError(f"the run played --env {run[name]}; give --env yourself")
             config = replace(config, **{name: run[name]})
     config = replace(config, env=None if config.env == "none" else config.env)
-    return fill(config, envs.recommended(config.env))
+    return fill(config, envs.recommended(config.env), {} if config.env else PLAIN)
+
+
+def note_untrained(config):
+    """Print that the default model of agent.py has learned nothing."""
+    if config.model_path == "tiny":
+        print("note: tiny has random weights; python grpo.py trains it: --model_path runs/grpo")

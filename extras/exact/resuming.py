@@ -35,7 +35,8 @@ def continue_run(run, checkpoint):
         print(f"{folder}: finished after {run.finished['steps']} steps; a larger --max_steps "
               "continues it")
     elif not checkpoint:
-        print(f"{folder}: no step is saved, begins again")
+        start = " from the taught model in base/" if (folder / "base").exists() else ""
+        print(f"{folder}: no step is saved, begins again{start}")
     else:
         state = _verified(checkpoint)
         run.made_of = state.get("made_of", {})

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import envs
 from core.chat import Chat
-from core.config import UserError, flag, mix, printable
+from core.config import UserError, auto, flag, mix, printable
+from envs.task_files import note_untrained
 from envs.transcripts import message_lines, transcript
 from core.data import pass_at_k, summarise, to_json
 from core.engine import Row
 from core.run import set_aside
 from envs.tasks import tasks_for
-from extras.serve.settings import check, settle
+from extras.serve.settings import check, check_served, sampled_as_its_own, settle
 from extras.stop import Stop
 from lora import merged
 
@@ -37,6 +38,8 @@ def extended(config_class, agent):
     @dataclass(kw_only=True)
     class Config(config_class):
         heading = "agent"
+        temperature: float | None = auto(
+            1.0, "of sampling; 0: the most likely token; a plain chat: the model's own, or 0.7")
         system_prompt: str | None = flag(None, "with --env none: how every conversation begins")
         top_k: int = flag(0, "sample among the k most likely tokens; 0: all", low=0)
         top_p: float = flag(1.0, "sample among the most likely tokens of this total probability",
@@ -67,6 +70,8 @@ def serve(config, model, tokenizer, begin, make_engine):
 
 def run(agent, config):
     """Do what a Config asks for."""
+    check_served(config)
+    is_free = config.temperature is None  # no flag says it
     config = settle(config)
     check(config)
     tasks = tasks_for(config, config.split, config.num_tasks or 100)
@@ -79,6 +84,8 @@ def run(agent, config):
         if config.dataset and not (config.split == "test" and config.eval_dataset):
             print("      --split test --eval_dataset FILE plays a whole file")
     model, tokenizer = load(config, agent)
+    if is_free and not config.env:
+        config = sampled_as_its_own(config, model)
     if config.num_tasks:
         play_tasks(config, agent, model, tokenizer, tasks)
         return
@@ -106,6 +113,7 @@ def load(config, agent):
                                         merge=False if config.serve else None)
     print(f"{model.num_parameters() / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on "
           f"{model.device.type}")
+    note_untrained(config)
     return model, tokenizer
 
 
@@ -178,7 +186,7 @@ class Visit:
 
 def chat_with_agent(config, agent, model, visit: Visit, tasks: list[dict]):
     """Play an episode for every line that the user types, and print its turns as they come."""
-    introduce(visit)
+    introduce(config, visit)
     with merged(model):
         engine = engine_for(config, agent, model, visit.chat)
         for number, task in enumerate(cycle(tasks)):
@@ -199,15 +207,25 @@ def chat_with_agent(config, agent, model, visit: Visit, tasks: list[dict]):
             print(f"[{how_it_ended(episode)}]")
 
 
-def introduce(visit: Visit):
+def sampling(config) -> str:
+    """Return how the turns of a chat are sampled, in words."""
+    cuts = {"top_k": config.top_k, "top_p": config.top_p}
+    words = [f"{name} {value:g}" for name, value in cuts.items() if value not in (0, 1)]
+    return ", ".join([f"temperature {config.temperature:g}", *words])
+
+
+def introduce(config, visit: Visit):
     """Print what the user of a chat should know of the environment."""
     reads = "Press Enter for the task that is shown, or type one of your own."
     if not visit.reads:
         reads = ("Press Enter for the task that is shown. Other text is asked in its place, and "
                  "the tools still work on the task.")
-    for text in (f"Environment {visit.name}: {', '.join(visit.chat.tools)}.", reads,
+    source = f" of {config.dataset}" if config.dataset else ""
+    for text in (f"Environment {visit.name}: {', '.join(visit.chat.tools)}.",
+                 f"{config.model_path} plays {config.split} tasks{source} at {sampling(config)}.",
+                 reads,
                  "Every task is an episode of its own: nothing is remembered. Ctrl-D ends."):
-        print(textwrap.fill(text, WIDTH))
+        print(textwrap.fill(text, WIDTH, break_on_hyphens=False))
 
 
 def asked_instead(visit: Visit, episode, text: str):
@@ -260,8 +278,9 @@ def chat_with_model(config, agent, model, tokenizer):
         chat = Chat(tokenizer, [], model.generation_config)
     except ValueError as error:
         raise UserError(str(error)) from error
-    print("A plain chat without an environment. The conversation is remembered, and an\n"
-          "empty line begins a new one. Ctrl-D ends.")
+    print(textwrap.fill(f"A plain chat with {config.model_path}, without an environment, at "
+                        f"{sampling(config)}. The conversation is remembered, and an empty line "
+                        "begins a new one. Ctrl-D ends.", WIDTH, break_on_hyphens=False))
     with merged(model):
         engine = engine_for(config, agent, model, chat)
         for number in count():

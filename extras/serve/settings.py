@@ -7,7 +7,7 @@ import envs
 from core.config import UserError, convert, fill, options, printable
 from core.model import DTYPES
 from core.run import CONFIG, algorithm_of
-from envs.task_files import config_of
+from envs.task_files import PLAIN, config_of
 
 LOCAL = ["127.0.0.1", "localhost"]  # what may be served without a token
 # What is taken from the run, besides the dtype.
@@ -20,7 +20,18 @@ def settle(config):
     config = as_the_run(config)
     if config.env == "none":
         config = replace(config, env=None)
-    return fill(config, envs.recommended(config.env))
+    return fill(config, envs.recommended(config.env), {} if config.env else PLAIN)
+
+
+def sampled_as_its_own(config, model):
+    """Return the config of a plain chat with the sampling settings of the model's folder."""
+    own = model.generation_config
+    config = replace(config, temperature=own.temperature or config.temperature)
+    for name in ("top_k", "top_p"):
+        # What the command line says counts more.
+        if getattr(config, name) == getattr(type(config), name):
+            config = replace(config, **{name: getattr(own, name) or getattr(config, name)})
+    return config
 
 
 def as_the_run(config):
@@ -57,7 +68,7 @@ def as_the_run(config):
     if config.dtype == "auto" and run.get("dtype") in DTYPES:
         taken["dtype"] = run["dtype"]
     sampled_at = run.get("temperature") or "1.0"
-    if config.temperature == 1 and sampled_at != "1.0":
+    if config.env != "none" and config.temperature in (None, 1) and sampled_at != "1.0":
         print(f"note: the run sampled at --temperature {printable(sampled_at)}; this is at 1")
     if taken:
         words = " ".join(f"--{name} {value}" for name, value in taken.items())
@@ -87,16 +98,20 @@ def check(config):
     if names and config.system_prompt:
         raise UserError(f"--system_prompt: environment {config.env} has its own; --env none is a "
                         "plain chat")
-    asked = ("num_tasks", "system_prompt", "temperature", "top_k", "top_p", "seed", "group_size")
-    given = [f"--{name}" for name in asked if getattr(config, name) != getattr(type(config), name)]
-    if config.serve and given:
-        raise UserError(f"--serve answers what clients ask; leave out {', '.join(given)}")
     if config.output and not config.num_tasks:
         raise UserError(f"--output {config.output}: say with --num_tasks how many tasks to play")
     if config.output:
         check_output(config.output)
     if config.serve and config.host not in LOCAL and not config.token:
         raise UserError(f"--host {config.host}: others can reach it, so give a --token")
+
+
+def check_served(config):
+    """Raise UserError for flags that say with --serve what clients say. None is filled in yet."""
+    asked = ("num_tasks", "system_prompt", "temperature", "top_k", "top_p", "seed", "group_size")
+    given = [f"--{name}" for name in asked if getattr(config, name) != getattr(type(config), name)]
+    if config.serve and given:
+        raise UserError(f"--serve answers what clients ask; leave out {', '.join(given)}")
 
 
 def check_output(path: str):

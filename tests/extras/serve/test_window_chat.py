@@ -303,6 +303,39 @@ def test_a_plain_chat_in_a_pipe():
     assert all(len(line) <= 80 for line in done.stdout.splitlines()) and done.stdout.startswith("loading tiny\n")
 
 
+@pytest.mark.parametrize("own, words, says", [
+    ({}, {}, "temperature 0.7"), ({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {}, "temperature 0.6, top_k 20, top_p 0.9"),
+    ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 1.0}, "temperature 1"), ({"top_p": 0.9}, {"temperature": 0.0}, "temperature 0"),
+    ({"temperature": 0.6, "top_p": 0.9}, {"top_p": 0.5}, "temperature 0.6, top_p 0.5"), ({"top_k": 4}, {}, "temperature 0.7, top_k 4"),
+    ({"temperature": 0.6, "top_p": 0.9}, {"env": "equations"}, "temperature 1"), ({"temperature": 0.6}, {"env": "equations", "temperature": 0.5}, "temperature 0.5")])
+def test_a_plain_chat_samples_as_the_model_says_and_the_header_says_how(monkeypatch, capsys, own, words, says):
+    """An environment is played at 1, as in a run. What the command line says counts more than the model's folder."""
+    for name in ("temperature", "top_p", "top_k"):
+        monkeypatch.setattr(MODEL.generation_config, name, own.get(name))
+    used = []
+    monkeypatch.setattr(agent, "make_engine", lambda *args, make=agent.make_engine, **options: used.append(options) or make(*args, **options))
+    out = " ".join(plain(monkeypatch, capsys, "hello" if "env" not in words else "2x = 4", max_new_tokens=4, **words).split())
+    header = "tiny plays train tasks at" if "env" in words else "A plain chat with tiny, without an environment, at"
+    assert f"{header} {says}. " in out
+    numbers = dict(re.findall(r"(temperature|top_k|top_p) ([\d.]+)", says))
+    assert {name: used[0][name] for name in ("temperature", "top_k", "top_p")} == {"top_k": 0, "top_p": 1.0, **{name: float(n) for name, n in numbers.items()}}
+
+
+def test_a_model_that_nothing_has_trained_says_so_in_one_line(monkeypatch, capsys, tmp_path):
+    line = "note: tiny has random weights; python grpo.py trains it: --model_path runs/grpo"
+    for words in ({}, {"env": "equations", "num_tasks": 1}):
+        assert plain(monkeypatch, capsys, max_new_tokens=4, **words).splitlines().count(line) == 1
+    assert line not in plain(monkeypatch, capsys, max_new_tokens=4, model_path=str(run_folder(tmp_path / "run", env="equations", tasks="null")))
+    agent.command(agent_program.Config(max_new_tokens=4))  # without the layer
+    assert capsys.readouterr().out.splitlines() == [line, "plain chat, temperature 0.7; Ctrl-D ends"]
+
+
+def test_the_header_names_the_file_of_the_tasks(monkeypatch, capsys, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"equation": f"x + {n} = 12"}) + "\n" for n in range(1, 30)))
+    monkeypatch.chdir(tmp_path)
+    assert "tiny plays train tasks of tasks.jsonl at temperature 1.\n" in plain(monkeypatch, capsys, env="equations", dataset="tasks.jsonl")
+
+
 # --------------------------------------------------------------------------------------- finished episodes are kept
 def kept(out, said):
     """The episodes in a file, of which there must be as many as the message says."""
