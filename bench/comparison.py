@@ -25,8 +25,8 @@ from core.data import without_surrogates
 from extras.show.notes import log_rows
 from core.config import UserError, printable, read_yaml, reading
 from core.run import CONFIG, EPISODES, write_whole  # noqa: E402
-from extras.show.curves import number  # noqa: E402
-from extras.show.report import logs_of, program_of, result_of, wilson  # noqa: E402
+from extras.show.notes import wilson  # noqa: E402
+from extras.show.page import logs_of, program_of, result_of  # noqa: E402
 
 CUT = ("max_tokens", "max_new_tokens")      # stop reasons of a truncated episode
 MAX_CALLS = 8           # rows of the histogram of calls per episode
@@ -339,6 +339,13 @@ def accuracy(record):
 def mean(values):
     values = list(values)
     return fmean(values) if values else None
+
+
+def number(value):
+    """A number as a reader wants it: "1,888", "0.0168"; None is "-"."""
+    if not isinstance(value, (int, float)):
+        return "-" if value is None else str(value)
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
 def is_number(x):

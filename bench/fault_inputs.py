@@ -24,7 +24,7 @@ import dpo  # noqa: E402
 import grpo  # noqa: E402
 import reward_weighted  # noqa: E402
 import sft  # noqa: E402
-from extras.show import report  # noqa: E402
+from extras.show import __main__ as report  # noqa: E402
 from envs.tasks import load_tasks
 from layers import main
 from layers import load_model
@@ -32,7 +32,7 @@ from core.model import save_model
 from core.tiny import make_tiny  # noqa: E402
 
 SECONDS = 20
-PROGRAMS = ("sft.py: ", "dpo.py: ", "grpo.py: ", "reward_weighted.py: ", "extras.show.report: ")
+PROGRAMS = ("sft.py: ", "dpo.py: ", "grpo.py: ", "reward_weighted.py: ", "extras.show: ")
 ODD = [None, True, 0, -1, 1.5, 1e300, 10**400, "", " ", "x", "\ud800", "\0", "\x1b]52;c;eA==\x07", "<|im_end|>",
        "../../x", [], {}, [None], [[]], [0], ["x"], {"a": None}, {"self": 1}, {"": ""}, "word " * 5000, float("nan")]
 RAW = {"deep": b"[" * 10**5, "digits": b"9" * 5000, "60 MB": b'"' + b"x" * 60_000_000 + b'"', "not UTF-8": b'"\xe9"',

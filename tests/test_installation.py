@@ -67,7 +67,7 @@ def test_an_editable_install_makes_the_imports_work_from_another_folder(tmp_path
     target = tmp_path / "site"
     build = python("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), "-e", str(ROOT), cwd=tmp_path)
     assert build[0] == 0, build
-    found = "import sys, site; site.addsitedir(sys.argv[1]); import agent, grpo, extras.show.report, envs; print(grpo.__file__, envs.load('meetings').__name__)"
+    found = "import sys, site; site.addsitedir(sys.argv[1]); import agent, grpo, extras.show.page, envs; print(grpo.__file__, envs.load('meetings').__name__)"
     code, out, errors = python("-c", found, str(target), cwd=tmp_path, PYTHONPATH="")
     assert (code, out) == (0, f"{ROOT / 'grpo.py'} Meetings\n"), errors
 

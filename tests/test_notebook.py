@@ -159,7 +159,7 @@ def test_the_name_of_a_class_is_one_that_finds_it():
 
 
 def test_a_result_is_the_dict_of_its_file_and_shows_nothing_of_another_run(tmp_path):
-    from extras.show.report import Result
+    from extras.show.page import Result
     (tmp_path / "result.json").write_text('{"steps": 3, "success_after": 0.5}\n')
     (tmp_path / "config.yaml").write_text("# grpo run; x\nseed: 0\n")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "loss": i / 7}) + "\n" for i in range(3)))

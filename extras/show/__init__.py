@@ -3,8 +3,7 @@
     run.py     Run overrides core.run.Run: bars, plan, notes, alarms, a full table, report.html
     notes.py   the words of a run, what it warns of, and what people then do: notes.json
     bars.py    episode_bar overrides core.config.episode_bar
-    report.py  the page of a run: python -m extras.show.report RUN...
-    curves.py  its curves, as inline SVG
+    page.py    the page of runs, which page/ draws: python -m extras.show RUN...
     record.py  what every sampled token was worth: --record, tokens.jsonl
     flags.py   --record, --report_to, --show_every
     loggers.py those of --report_to: TensorBoard, Weights & Biases, trackio

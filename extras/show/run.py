@@ -43,7 +43,7 @@ class Run(Recording):
 
     def result_to_show(self):
         """Return the result, which a notebook shows as a page. The page is loaded only here."""
-        from extras.show.report import Result
+        from extras.show.page import Result
         return Result(self.folder)
 
     def __exit__(self, kind, error, traceback):
@@ -166,7 +166,7 @@ class Run(Recording):
 
     def write_page(self, folder):
         """Write report.html. The page is loaded only here."""
-        from extras.show.report import write_html
+        from extras.show.page import write_html
         try:
             if self.writes:
                 write_html(folder)

@@ -8,7 +8,7 @@ from bench import comparison as view
 from bench.comparison import bins, brier, calibration_error, forecast, measure, summary
 from core.config import UserError
 from bench.comparison import difference
-from extras.show.report import wilson
+from extras.show.notes import wilson
 from test_report import EVIL, episode, folder, turn, write
 
 

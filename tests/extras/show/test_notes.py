@@ -350,6 +350,6 @@ def test_sft_is_advised_where_an_expert_can_be_imitated():
 def test_errors_wait_for_torch_at_most():
     """A page imports torch, which its equations need. Nothing else that is slow stands on the way to an error."""
     code = "import sys, {}; print({{'torch', 'transformers', 'numpy'}} & {{*sys.modules}})"
-    for module, slow in (("grpo", {"torch", "numpy"}), ("extras.show.report", {"torch", "numpy"}), ("core.config", set())):
+    for module, slow in (("grpo", {"torch", "numpy"}), ("extras.show.page", {"torch", "numpy"}), ("core.config", set())):
         done = subprocess.run([sys.executable, "-c", code.format(module)], cwd=programs.ROOT, capture_output=True, text=True)
         assert eval(done.stdout) == slow, done.stdout + done.stderr

@@ -1,20 +1,28 @@
-"""report.py: its statistics equal published and hand-worked numbers, the page shows what was logged and runs nothing."""
+"""page.py: its statistics equal published and hand-worked numbers, the page shows what was logged and runs nothing."""
+import base64
+import hashlib
 import json
 import math
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
+from html import escape
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from extras.show import report as view
-from extras.show.curves import chart, number
+import dpo
+import grpo
+from bench.comparison import difference, number
 from core.config import UserError
 from envs.transcripts import beginning
-from bench.comparison import difference
-from extras.show.report import MAX_EPISODES, token_texts, wilson
+from extras.show import page as view
+from extras.show.metrics import meaning
+from extras.show.notes import wilson
+from extras.show.page import MAX_ROWS, spread, token_texts
+from extras.show.record import packed
 
 ROOT = Path(__file__).resolve().parents[3]
 EVIL = "<script>alert(1)</script> | <img src=x onerror=alert(2)>\" onmouseover='x' ```` & \u202e</pre>"
@@ -55,40 +63,23 @@ def folder(path, metrics=(), episodes=(), result=None, config="eval_tasks: 20\ne
     return str(path)
 
 
-class Page(HTMLParser):
-    """The tags, attributes and text that a browser would see."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.attributes, self.text, self.tokens, self.open = [], [], "", [], []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-        if tag == "i" and dict(attributes).get("title"):
-            self.tokens.append([dict(attributes), ""])
-        if tag == "b" and self.tokens and self.open[-2:] == ["pre", "b"]:
-            self.tokens.append([{"title": "reward"}, ""])
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open[-1:]:
-            self.text += data
-        if self.open[-1:] in (["i"], ["b"]) and self.tokens:
-            self.tokens[-1][1] += data
+def data_of(*paths):
+    """The data in the page of these runs."""
+    text = view.write_html(*paths).read_text("utf-8")
+    return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
 
 
-def page(path, **options):
-    return Page(Path(view.write_html(path, **options)).read_text("utf-8"))
+def run_of(path):
+    [run] = data_of(path)["runs"]
+    return run
+
+
+def episodes_of(path):
+    return [episode for group in run_of(path)["groups"] for episode in group["episodes"]]
+
+
+def numbers(text):
+    return np.frombuffer(base64.b64decode(text), "<f4").tolist()
 
 
 # -------------------------------------------------------------------------------------------------------- statistics
@@ -127,22 +118,21 @@ def byte_level(tmp_path, *tokens):
 
 
 def test_an_episode_with_a_script_in_it_does_not_run(tmp_path):
+    """What runs has its hash in the policy, and what a page shows stands in JSON without a "<". test_page.py opens it in a browser."""
     rows = [episode(EVIL, calls=[EVIL], user=EVIL, step=0, success=i > 0) for i in range(3)]
-    tokenizer = byte_level(tmp_path, EVIL)
-    rows[0] |= {"token_ids": [tokenizer.token_to_id(EVIL)] * 3, "loss_mask": [0, 1, 1], "logprobs": [0.0, 0.0, -9.0]}
-    rows[1] |= {"token_ids": [], "loss_mask": [], "logprobs": []}  # the transcript is shown
     rows[0]["stop_reason"], rows[0]["reward_parts"] = EVIL, {EVIL: 1.0}
-    name = folder(tmp_path / "<script>x", [{"step": 0, EVIL: 1.0}, {"step": 1, EVIL: 2.0}, {"step": 2, "<script>": 1}],
-                  rows, {EVIL: EVIL, "seed": 0}, config=f"env: {json.dumps(EVIL)}\n")
-    (tmp_path / "tokenizer.json").rename(Path(name) / "tokenizer.json")
-    found = page(name)
-    assert [t[1] for t in found.tokens].count(EVIL) == 3
-    assert set(found.tags) <= set("html head meta title style body h1 h2 dl div dt dd p figure figcaption b i span svg line "
-                                  "text polyline circle rect details summary br pre".split())
-    assert not [key for key, _ in found.attributes if key.startswith("on") or key in ("src", "href")]
-    assert found.text.count(EVIL.replace("</pre>", "")) >= 4 and "<script>x" in found.text and found.open == []
+    name = folder(tmp_path / "<script>x", [{"step": 0, EVIL: 1.0}, {"step": 1, EVIL: 2.0}], rows, {EVIL: EVIL, "seed": 0}, config=f"env: {json.dumps(EVIL)}\n")
+    [run] = data_of(name)["runs"]
+    assert run["flags"] == {"env": EVIL} and run["groups"][0]["task"] == EVIL and run["steps"][1] == {"step": 1, EVIL: 2.0}
+    assert EVIL.replace("\u202e", "\\u202e") in run["groups"][0]["episodes"][0]["tokens"][0]  # a transcript, which is `printable`
     raw = (Path(name) / "report.html").read_text()
-    assert "default-src 'none'" in raw and "http://" not in raw and "https://" not in raw
+    assert "<script>alert" not in raw and "<img" not in raw and "<title>" + escape(name) + "</title>" in raw
+    [policy] = re.findall('Content-Security-Policy" content="(.*?)"', raw)
+    hashes = set(re.findall("'(sha256-[^']+)'", policy))
+    parts = [part for _, part in re.findall(r"<(style|script)>(.*?)</\1>", raw, re.S)]
+    assert len(parts) == 4 and hashes == {"sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts}
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "src=" not in raw.partition("</head>")[0].replace("script-src", "")
+    assert not re.findall(r"<(?:link|script|img|iframe)[^>]+(?:src|href)=", raw)
 
 
 def test_tokens_join_to_the_text_whatever_their_bytes(tmp_path):
@@ -155,40 +145,84 @@ def test_tokens_join_to_the_text_whatever_their_bytes(tmp_path):
     assert token_texts(tokenizer, [10**6]) == ["·"]
 
 
-def test_tokens_are_coloured_by_mask_and_probability_and_each_turn_shows_its_reward(tmp_path):
+def recorded(step=0, line=0, **columns):
+    """A line of tokens.jsonl."""
+    return {"step": step, "line": line} | {name: [packed(values) for values in passes] for name, passes in columns.items()}
+
+
+def test_the_page_has_what_was_recorded_of_each_sampled_token(tmp_path):
+    """Two turns, of 2 and 4 tokens, a prompt, and a result between them; grpo's clip range from 0.8 to 1.2."""
     tokenizer = byte_level(tmp_path)
     ids = tokenizer.encode(EVIL[:8] + "\n").ids
-    row = episode(calls=(), step=3)
-    mask = [0, 1, 1, 0, 1, 1, 1, 1, 0]
-    probabilities = [1, 0.95, 0.6, 1, 0.3, 0.05, 0.005, 1.0, 1]
-    row |= {"token_ids": ids, "loss_mask": mask, "logprobs": [math.log(p) * m for p, m in zip(probabilities, mask)],
-            "rewards": [2.0, -0.5], "reward": 1.5}
-    name = folder(tmp_path / "run", episodes=[row])
+    row = episode(calls=["add"], step=3) | {"token_ids": ids, "loss_mask": [0, 1, 1, 0, 1, 1, 1, 1, 0], "rewards": [2.0, -0.5], "reward": 1.5}
+    row["logprobs"] = [-0.5 * m for m in row["loss_mask"]]
+    row["messages"][2]["content"] = "error: no such slot"
+    name = folder(tmp_path / "run", episodes=[row, row | {"reward": 0.0}], config="loss: grpo\nclip_eps_low: 0.2\nclip_eps_high: 0.2\nupdates_per_step: 3\n")
     (tmp_path / "tokenizer.json").rename(tmp_path / "run" / "tokenizer.json")
-    tokens = page(name).tokens
-    assert [t[1] for t in tokens if t[0]["title"] != "reward"] == [*"<script>", "↵\n"]
-    assert [t[0].get("class") or t[1] for t in tokens] == ["<", "s0", "s1", "+2", "r", "s2", "s3", "s4", "s0", "-0.5", "↵\n"]
-    assert tokens[0][0]["title"] == f"id {ids[0]}, not sampled"
-    assert tokens[2][0]["title"] == f"id {ids[2]}, p 0.6"
+    ratios, advantages = [1.0, 1.3, 0.7, 1.3, 0.7, 1.1], [2.0, 2.0, 2.0, -1.0, -1.0, -1.0]
+    new = [-0.5 + math.log(ratio) for ratio in ratios]
+    write(tmp_path / "run" / "tokens.jsonl", [recorded(3, 0, advantages=[advantages], new=[[-0.5] * 6, new], weight=[[0.25] * 6, [0.5] * 6], entropy=[[1.0] * 6] * 2)])
+    [group] = run_of(name)["groups"]
+    shown, other = group["episodes"]
+    assert (group["step"], group["task"], group["mean"], round(group["std"], 4), group["silent"]) == (3, "Worth it?", 0.75, 1.0607, None)
+    assert "".join(shown["tokens"]) == "<script>\n" and shown["ids"] == ids and shown["at"] == [1, 2, 4, 5, 6, 7]
+    assert [(turn["role"], turn["start"], turn["end"]) for turn in shown["turns"] if not turn["trained"]] == [("user", 0, 1), ("tool", 3, 4), ("assistant", 8, 9)]
+    assert [(turn["start"], turn["end"]) for turn in shown["turns"] if turn["trained"]] == [(1, 3), (4, 8)]
+    assert shown["calls"] == [{"turn": 1, "name": "add", "arguments": {"day": 1}, "result": "error: no such slot", "error": True}]
+    assert shown["advantage"] == 0.5 and shown["turn_rewards"] == [2.0, -0.5] and shown["parts"] == {} and shown["stop_reason"] == "done"
+    first, last = shown["updates"]
+    assert (first["update"], last["update"]) == (0, 2) and not {"ref_f32", "old_f32"} & {*first} and numbers(shown["sampled_f32"]) == [-0.5] * 6
+    assert numbers(first["new_f32"]) == [-0.5] * 6 and numbers(last["new_f32"]) == pytest.approx(new)
+    assert numbers(first["advantage_f32"]) == advantages and "advantage_f32" not in last and numbers(last["weight_f32"]) == [0.5] * 6
+    assert first["clipped"] == [0] * 6 and last["clipped"] == [0, 1, 0, 0, 1, 0]  # where grpo's minimum takes the clipped side
+    assert other["updates"] == [] and other["advantage"] is None  # its numbers were not recorded
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_clipped_is_where_the_loss_says_so(tmp_path, loss):
+    torch.manual_seed(0)
+    log_ratio, advantages = torch.randn(4, 6) / 4, torch.randn(4, 1).expand(4, 6)
+    settings = dict(clip_eps_low=0.1, clip_eps_high=0.2)
+    _, log = grpo.LOSSES[loss][0](log_ratio, log_ratio, advantages, torch.ones(4, 6), **settings)
+    read = view.Reader(None, {"loss": loss, **settings})
+    for row in range(4):
+        values = {"new": log_ratio[row].numpy(), "old": np.zeros(6), "advantages": advantages[row].numpy()}
+        assert read.clipped(values) == (log["clip_low"] | log["clip_high"]).expand(4, 6)[row].int().tolist()
+    assert view.Reader(None, {"loss": "sapo"}).clipped(values) is None
+
+
+def test_a_pair_stands_side_by_side_with_its_implicit_rewards(tmp_path):
+    row = {"step": 4, "episode": episode(calls=()), "new": [packed([-1.0] * 2)], "weight": [packed([-0.1] * 2)], "ref_sum": [packed([-3.0])]}
+    other = {**row, "episode": episode(calls=(), reward=0.0), "ref_sum": [packed([-1.5])]}
+    name = folder(tmp_path, episodes=[episode(step=0)], config="beta: 0.5\n")
+    (tmp_path / "config.yaml").write_text("# dpo run; repeat it\nbeta: 0.5\n")
+    byte_level(tmp_path)
+    write(tmp_path / "tokens.jsonl", [row, other])
+    run = run_of(name)
+    [pair] = run["pairs"]
+    assert not run["groups"] and (pair["step"], pair["margin"], pair["implicit_reward"]) == (4, 0.5 * 1.5, [0.5 * 1.0, 0.5 * -0.5])
+    assert (pair["chosen"]["reward"], pair["rejected"]["reward"]) == (1.0, 0.0) and numbers(pair["chosen"]["updates"][0]["weight_f32"]) == pytest.approx([-0.1] * 2)
+
+
+def test_a_group_that_teaches_nothing_says_why(tmp_path):
+    rows = [episode(step=0, reward=1.0), episode(step=0, reward=1.0)]
+    assert run_of(folder(tmp_path, episodes=rows))["groups"][0]["silent"] == "all rewards are equal, so no episode is better than the others"
 
 
 def test_without_a_tokenizer_the_text_is_shown(tmp_path):
-    found = page(write(tmp_path / "t.jsonl", [episode(user=EVIL)]))
-    assert not found.tokens and 'slot_fit(day=1) -> fits   +0.0' in found.text
-    assert (tmp_path / "t.html").exists() and "<script" not in (tmp_path / "t.html").read_text()
+    [shown] = episodes_of(write(tmp_path / "t.jsonl", [episode(user=EVIL)]))
+    assert len(shown["tokens"]) == 1 and "slot_fit(day=1) -> fits   +0.0" in shown["tokens"][0] and not shown["at"] and not shown["updates"]
+    assert (tmp_path / "t.html").exists()
 
 
 def test_successes_stand_with_their_intervals(tmp_path):
-    result = {"success_before": 0.5, "success_after": 0.75, "held_out_tasks": 20, "seconds": 12.3, "peak_memory_mb": 1888.2, "pairs": None,
-              "before": {"success": 0.5, "reward": -0.25, "turns": 3.0}, "after": {}}
-    text = page(folder(tmp_path, result=result)).text
-    low, high = wilson(15, 20)
-    assert f"success_after0.750 ({low:.3f} to {high:.3f})" in text and "seconds12.3" in text and "peak_memory_mb1,888" in text
-    assert "beforesuccess 0.500, reward -0.250" in text
-    assert "pairs" not in text and "{" not in text and "turns" not in text
-    assert "success_after0.75" in page(folder(tmp_path, result={"success_after": 0.75})).text
+    result = {"held_out_tasks": 20, "seconds": 12.3, "before": {"success": 0.5, "reward": -0.25, "episodes": 20}, "after": {"success": 0.75, "episodes": 20}}
+    run = run_of(folder(tmp_path, result=result))
+    assert run["after"]["success_interval"] == list(wilson(15, 20)) and run["before"]["reward"] == -0.25
+    assert (run["held_out"], run["seconds"]) == (20, 12.3)
+    assert run_of(folder(tmp_path, result={"after": {"success": 0.75}}))["after"] == {"success": 0.75}
     for share in ("much", 7):
-        name = folder(tmp_path, result={"success_after": share, "held_out_tasks": 20})
+        name = folder(tmp_path, result={"after": {"success": share, "episodes": 20}})
         with pytest.raises(UserError, match="result.json: cannot be read|result.json: math domain error"):
             view.write_html(name)
 
@@ -196,14 +230,6 @@ def test_successes_stand_with_their_intervals(tmp_path):
 @pytest.mark.parametrize("value, shown", [(1888.2, "1,888"), (-1888.2, "-1,888"), (0.01684, "0.0168"), (999.4, "999"), (999.7, "1,000"), (1e15, "1e+15"), (None, "-"), ("x", "x")])
 def test_numbers_are_shown_as_a_reader_wants_them(value, shown):
     assert number(value) == shown
-
-
-def test_the_line_of_an_episode_says_what_came_of_it(tmp_path):
-    first = episode(calls=(), user="What is x?", step=7) | {"reward": 1.5, "reward_parts": {"answer": 2.0, "length": -0.5}, "stop_reason": "max_turns"}
-    first["messages"] = [{"role": "system", "content": "Be brief."}, *first["messages"], {"role": "user", "content": "Go on."}]
-    text = page(write(tmp_path / "t.jsonl", [episode(success=False, user="\ud800"), first])).text  # no UTF-8 has it
-    assert "✓ success step 7 · reward 1.5 · answer 2 · length -0.5 · 0 calls · max_turns · 4 tokensWhat is x?" in text
-    assert "✗ no success reward 1 · 1 calls · done · 7 tokens?" in text
 
 
 def test_a_question_without_spaces_is_shown_up_to_its_width():
@@ -218,32 +244,61 @@ def test_the_tokenizer_is_that_of_the_newest_checkpoint(tmp_path):
     newest.mkdir(parents=True)
     (newest / "state.json").write_text("{}")
     byte_level(newest)
-    assert len(page(name).tokens) == 5  # four tokens and a reward
+    [shown] = episodes_of(name)
+    assert len(shown["tokens"]) == 4 and shown["at"] == [2, 3]
 
 
-def test_a_curve_shows_the_values_logged():
-    figure = chart("entropy", [(0, 0.0), (1, 1.0), (2, 0.5)])
-    raw, means = re.findall(r'points="(.*?)"', figure)
-    assert raw == means == "10.0,120.0 160.0,20.0 310.0,70.0"  # left to right 10..310, bottom to top 120..20
-    assert "y=12>1</text><text x=10 y=135>0</text>" in figure and "nats per token" in figure and "<b>0.5</b></figcaption>" in figure and ">steps 0 to 2</text>" in figure
-    raw, means = re.findall(r'points="(.*?)"', chart("x", [(step, step % 2) for step in range(80)]))
-    assert {float(p.split(",")[1]) for p in raw.split()} == {20.0, 120.0} and len(raw.split()) == 80
-    assert {float(p.split(",")[1]) for p in means.split()} == {70.0} and len(means.split()) == 20
-    assert means.startswith(f"{10 + 300 * 1.5 / 79:.1f},")  # in the middle of its four steps
-    assert len(re.findall(r'points="(.*?)"', chart("x", [(step, step % 2) for step in range(50)]))[1].split()) == 17  # of three steps each
+def test_the_lines_of_both_logs_are_one_and_alarms_stand_at_their_step(tmp_path):
+    rows = [{"step": t, "success": 0.5, "kl": 0.1 if t < 9 else 4.0, "loss": None} for t in range(12)]
+    name = folder(tmp_path, rows)
+    write(tmp_path / "timing.jsonl", [{"step": 0, "seconds": 1.5}, {"step": 1, "seconds": 2.0}])
+    run = run_of(name)
+    assert run["steps"][:3] == [{"step": 0, "success": 0.5, "kl": 0.1, "seconds": 1.5}, {"step": 1, "success": 0.5, "kl": 0.1, "seconds": 2.0},
+                                {"step": 2, "success": 0.5, "kl": 0.1}]
+    [alarm] = run["alarms"]
+    assert (alarm["step"], alarm["name"]) == (9, "kl") and alarm["text"].startswith("KL to the policy this run started from is 0.88")
+    metrics = data_of(name)["metrics"]
+    assert metrics["kl"] == list(meaning("kl")) and set(metrics) == {"step", "success", "kl", "seconds"}
 
 
 def test_no_spike_of_a_long_run_is_lost(tmp_path):
     rows = [{"step": t, "success": 0.5 + 0.001 * (t % 7), "grad_norm": 99.0 if t == 4321 else None if t % 2 else 1.0,
-             "clip_low": 0.0, "eval/success": t / 1e4 if t % 1000 == 0 else None} for t in range(10_000)]
-    name = folder(tmp_path, rows)
-    write(tmp_path / "timing.jsonl", [{"step": 0, "seconds": 1.0}, {"step": 1, "seconds": 2.0}])
-    raw = Path(view.write_html(name)).read_text()
-    assert "<b>seconds</b>" in raw and "Unchanged throughout: clip_low 0." in raw
-    lines = re.findall(r'class=raw points="(.*?)"', raw)
-    assert [len(line.split()) for line in lines] == [10_000, 5001, 10, 2]
-    heights = [float(point.split(",")[1]) for point in lines[1].split()]
-    assert heights.count(20.0) == 1 and heights.count(120.0) == len(heights) - 1
+             "eval/success": t / 1e4 if t % 1000 == 0 else None} for t in range(10_000)]
+    steps = run_of(folder(tmp_path, rows))["steps"]
+    assert len(steps) == MAX_ROWS and (tmp_path / "report.html").stat().st_size < 500_000
+    assert [row for row in steps if row["grad_norm"] == 99.0] == [row for row in steps if row["step"] == 4320]
+    assert [row["eval/success"] for row in steps if "eval/success" in row] == [t / 10 for t in range(10)]
+
+
+def test_every_loss_has_its_line_and_its_formula(tmp_path):
+    found = {row["loss"]: row for row in run_of(folder(tmp_path))["equations"]}
+    assert found.keys() >= grpo.LOSSES.keys() | dpo.LOSSES.keys() | {"imitate", "exp", "linear"}
+    for row in found.values():  # what stands there is the code
+        lines = (ROOT / row["file"]).read_text().splitlines()
+        assert row["code"].startswith(lines[row["line"] - 1].strip()) and "\n\n" not in row["formula"]
+    assert found["grpo"]["formula"] == "-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)" and "torch.min" in found["dapo"]["code"]
+
+
+def test_the_flags_that_differ_from_the_defaults_are_named_in_the_file(tmp_path):
+    run = run_of(folder(tmp_path, config="# differ from the defaults: seed, kl_coef\nseed: 3\nkl_coef: 0.1\nlora_r: 16\n"))
+    assert run["changed"] == {"seed": 3, "kl_coef": 0.1} and run["flags"] == {"seed": 3, "kl_coef": 0.1, "lora_r": 16} and run["algorithm"] == "grpo"
+
+
+def test_64_episodes_of_500_tokens_with_all_arrays_stay_below_2_mb(tmp_path):
+    byte_level(tmp_path)
+    rng = np.random.default_rng(0)
+    mask = [int(t % 5 < 2) for t in range(500)]  # 200 of them are sampled
+    rows, tokens = [], []
+    for i in range(64):
+        rows.append(episode(step=i // 16, reward=float(i % 8)) | {
+            "token_ids": rng.integers(0, 250, 500).tolist(), "loss_mask": mask, "logprobs": [-0.1 * m for m in mask], "group_id": str(i // 8)})
+        columns = {name: rng.normal(size=(2, 200)) for name in ("new", "entropy", "weight")}
+        columns |= {name: rng.normal(size=(1, 200)) for name in ("advantages", "old", "ref")}
+        tokens.append(recorded(i // 16, i % 16, **columns))
+    name = folder(tmp_path, [{"step": 0, "loss": 1.0}], rows)
+    write(tmp_path / "tokens.jsonl", tokens)
+    assert len([e for e in episodes_of(name) if e["updates"]]) == 64
+    assert 1.2e6 < (tmp_path / "report.html").stat().st_size < 2e6
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 0, "loss": 1.0}], [{"step": 0, "loss": None}, {"step": 1, "loss": "x"}],
@@ -252,17 +307,16 @@ def test_no_spike_of_a_long_run_is_lost(tmp_path):
                                   [{"step": 0, "ratio": 1.0}, {"step": 1, "ratio": 1.0000001}],
                                   [{"step": 0, "loss": -1e-300}, {"step": 1, "loss": 1e300}]])
 def test_odd_metrics_make_a_page(tmp_path, rows):
-    assert page(folder(tmp_path, rows)).open == []
+    assert all(type(row["step"]) is int for row in run_of(folder(tmp_path, rows))["steps"])
 
 
-def test_episodes_shown_are_spread_over_the_run_and_the_last_comes_first(tmp_path):
+def test_the_steps_on_a_page_are_spread_over_the_run(tmp_path, monkeypatch):
+    assert list(spread(list(range(9)))) == [8, 0, 4, 6, 2, 7, 5, 3, 1] and list(spread([7])) == [7] and list(spread([])) == []
+    assert all(sorted(spread(list(range(n)))) == list(range(n)) for n in range(40))
     name = folder(tmp_path, episodes=[episode(reward=float(i), step=step) for step in range(50) for i in range(16)])
-    shown = re.findall(r"step (\d+) · reward (\d+)", page(name).text)
-    assert len(shown) == MAX_EPISODES and shown[0] == ("49", "15")
-    steps = [int(step) for step, _ in shown]
-    assert steps == sorted(set(steps), reverse=True) and steps[-1] == 2
-    name = write(tmp_path / "few.jsonl", [episode(reward=float(i)) for i in range(5)])
-    assert re.findall(r"reward (\d+) ·", page(name).text) == ["4", "3", "2", "1", "0"]  # fewer than fit: each once
+    monkeypatch.setattr(view, "PAGE_BYTES", 60_000)
+    steps = sorted({group["step"] for group in run_of(name)["groups"]})
+    assert 3 < len(steps) < 20 and steps[0] == 0 and steps[-1] == 49 and max(b - a for a, b in zip(steps, steps[1:])) < 25
 
 
 # ------------------------------------------------------------------------------------------------ files and the command
@@ -270,7 +324,7 @@ def test_a_line_cut_by_a_kill_is_left_out_and_a_broken_one_is_named(tmp_path):
     name = folder(tmp_path, [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')
-    assert ">steps 0 to 1</text>" in (page(name) and Path(name, "report.html").read_text())
+    assert [row["step"] for row in run_of(name)["steps"]] == [0, 1]
     write(tmp_path / "metrics.jsonl", [{"step": 0}], end='{"step": 1,\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl:2: not JSON"):
         view.write_html(name)
@@ -292,34 +346,34 @@ def test_what_is_no_episode_is_named_by_line(tmp_path, broken):
 def test_what_is_there_is_shown_and_a_folder_of_no_run_is_refused(tmp_path):
     write(tmp_path / "run" / "metrics.jsonl", [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}])
     (tmp_path / "run" / "config.yaml").write_text("# sft run; repeat it\nseed: 0\n")
-    assert "loss" in page(tmp_path / "run").text
+    assert run_of(tmp_path / "run")["steps"][1] == {"step": 1, "loss": 2.0}
     (tmp_path / "empty").mkdir()
     for name, words in (("rum", "No such file or directory"), ("empty", "give an output folder")):
         with pytest.raises(UserError, match=words):
-            page(tmp_path / name)
+            view.write_html(tmp_path / name)
 
 
 def command(*words, cwd=ROOT):
-    return subprocess.run([sys.executable, "-m", "extras.show.report", *map(str, words)], capture_output=True, text=True, cwd=cwd)
+    return subprocess.run([sys.executable, "-m", "extras.show", *map(str, words)], capture_output=True, text=True, cwd=cwd)
 
 
 @pytest.mark.parametrize("words, said", [
-    ((), "arguments are required: RUN"), (("x", "--outptu", "y"), "unrecognized arguments: --outptu"),
+    ((), "give the output folder of a run, or --metrics"), (("x", "--outptu", "y"), "unrecognized arguments: --outptu"),
     (("/none/x",), "/none/x: No such file or directory"), (("README.md",), "give an output folder"), (("tests",), "give an output folder")])
 def test_what_is_wrong_with_a_command_is_told_in_one_line(words, said):
     done = command(*words)
     assert done.returncode == 2 and said in done.stderr and not done.stdout and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(("extras.show.report: ", "python -m extras.show.report: error: "))
+    assert done.stderr.splitlines()[-1].startswith(("extras.show: ", "python -m extras.show: error: "))
 
 
 def test_the_command_writes_what_it_says_and_never_waits_for_transformers(tmp_path):
     name = folder(tmp_path / "run", [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}], [episode(step=0)])
     other = write(tmp_path / "t.jsonl", [episode()])
-    assert command(name, other).stdout == f"written: {name}/report.html\nwritten: {tmp_path}/t.html\n"
-    (tmp_path / "t.html").unlink()
+    assert command(name).stdout == f"written: {name}/report.html\n" and command(name, other).stdout == f"written: {name}/compare.html\n"
+    assert len(data_of(name, other)["runs"]) == 2
     (tmp_path / "t.html").mkdir()
     assert command(other).returncode == 2
-    code = f"import sys; from extras.show import report as view; view.write_html({name!r}); print({{'transformers'}} & set(sys.modules))"
+    code = f"import sys; from extras.show import page as view; view.write_html({name!r}); print({{'transformers'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n"
 

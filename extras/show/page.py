@@ -1,0 +1,460 @@
+"""The page of one or several runs: one file that loads nothing, which page/ draws.
+
+    python -m extras.show RUN...      output folders, or .jsonl files of episodes
+
+Here the files of a run become the JSON that page.js reads. Of a long run the page holds some steps.
+"""
+import ast
+import base64
+import hashlib
+import json
+import math
+import re
+from html import escape
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+import yaml
+
+from core.config import UserError, reading
+from core.data import is_finite, json_value, members, parse_object, read_json
+from core.run import CONFIG, EPISODES, LOGGED_EPISODES, algorithm_of, write_whole
+from envs.transcripts import transcript
+from extras.show.metrics import meaning
+from extras.show.notes import CHANGED, Alarms, log_rows, wilson
+from extras.show.record import TOKENS, unpacked
+
+FILES = Path(__file__).with_name("page")
+PROGRAMS = Path(__file__).parents[2]  # their folder
+PAGE_BYTES = 1_750_000  # of the data of all episodes on a page
+MAX_ROWS = 1000  # of a log, on a page
+# A column of tokens.jsonl: its name on the page.
+COLUMNS = {"advantages": "advantage", "old": "old", "new": "new", "ref": "ref",
+           "entropy": "entropy", "weight": "weight"}
+CLIPPED = {"grpo", "dapo", "dr_grpo", "gspo", "luspo"}  # losses with a clip range
+# Choices of the page that stand in no LOSSES: the program and the function of each.
+FUNCTIONS = {"imitate": ("sft", "sft_loss"), "exp": ("reward_weighted", "exp_weights"),
+             "linear": ("reward_weighted", "linear_weights")}
+
+
+class Result(dict):
+    """What result.json of an output folder holds. A notebook shows it as a page of curves."""
+
+    def __init__(self, folder):
+        super().__init__(result_of(folder))
+        self.folder = folder
+
+    def _repr_html_(self):
+        """Return the page without episodes in a frame, which keeps its style to itself."""
+        # None makes the notebook print the dict: another run has taken the folder since.
+        if result_of(self.folder) != self:
+            return None
+        shown = escape(html_of([run_data(self.folder, 0)]))
+        return f'<iframe srcdoc="{shown}" width="100%" height="600"></iframe>'
+
+
+def program_of(path):
+    """Return the name of the program whose run a folder holds, or None for a .jsonl of episodes.
+
+    Raises UserError if it is neither.
+    """
+    with reading(path):
+        path.stat()
+    program = algorithm_of(path)
+    if not program and path.suffix != ".jsonl":
+        raise UserError(f"{path}: give an output folder of a run, or a .jsonl of episodes")
+    return program
+
+
+def result_of(folder):
+    """Return what the result.json of an output folder holds, {} if there is none."""
+    path = folder / "result.json"
+    return read_json(path) if path.exists() else {}
+
+
+def logs_of(folder):
+    """Return the rows of each log of an output folder."""
+    paths = (folder / "metrics.jsonl", folder / "timing.jsonl")
+    return [[row for _, row in log_rows(path)] for path in paths if path.exists()]
+
+
+# ------------------------------------------------------------------------------------------- files
+def write_html(*names):
+    """Write the page of output folders or .jsonl files of episodes, and return its path.
+
+    That of one run is RUN/report.html, that of several compare.html in the first of their folders.
+    Raises UserError, or OSError if it cannot be written.
+    """
+    paths = [Path(name) for name in names]
+    first = paths[0]
+    output = first / "report.html" if first.is_dir() else first.with_suffix(".html")
+    if len(paths) > 1:
+        output = output.with_name("compare.html")
+    runs = [run_data(path, PAGE_BYTES / len(paths)) for path in paths]
+    write_whole(output, html_of(runs))
+    return output
+
+
+def html_of(runs):
+    """Return the page of these runs' data, with the code of page/ in it. Nothing else may run."""
+    names = {name for run in runs for row in (*run["steps"], run["before"], run["after"])
+             for name in row}
+    data = {"runs": runs, "metrics": {name: meaning(name) for name in names if meaning(name)},
+            "written_by": "python -m extras.show"}
+    page = (FILES / "page.html").read_text("utf-8")
+    hashes = {"style": [], "script": []}
+
+    def inlined(match):
+        code = (FILES / match[2]).read_text("utf-8")
+        kind = "script" if match[1] == "script" else "style"
+        digest = hashlib.sha256(code.encode()).digest()
+        hashes[kind].append(f"'sha256-{base64.b64encode(digest).decode()}'")
+        return f"<{kind}>{code}</{kind}>"
+
+    page = re.sub(r'<(link|script) (?:rel="stylesheet" href|src)="([\w.]+)">(?:</script>)?',
+                  inlined, page)
+    policy = f"default-src 'none'; script-src {' '.join(hashes['script'])}; " \
+             f"style-src {' '.join(hashes['style'])}"
+    title = ", ".join(run["name"] for run in runs)
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n' \
+           f"<title>{escape(title)}</title>"
+    page = page.replace("<title>Run</title>", head)
+    text = as_json(data).replace("<", "\\u003c")
+    return page.replace('id="data"></script>', f'id="data">{text}</script>')
+
+
+def as_json(value):
+    """Return the value as JSON in as few bytes as it takes."""
+    return json.dumps(json_value(value), separators=(",", ":"), ensure_ascii=False)
+
+
+# ------------------------------------------------------------------------------------------ one run
+def run_data(path, budget):
+    """Return the data of an output folder or of a .jsonl of episodes.
+
+    Of its episodes there are as many as `budget` bytes hold. Raises UserError.
+    """
+    algorithm, flags, header = program_of(path), {}, ""
+    if (path / CONFIG).is_file():
+        with reading(path / CONFIG):
+            header = (path / CONFIG).read_text("utf-8")
+            flags = yaml.safe_load(header) or {}
+    with reading(path / "result.json"):
+        result = result_of(path)
+        evaluated = {name: with_interval(result.get(name) or {}) for name in ("before", "after")}
+    rows = {}
+    for log in logs_of(path):
+        for row in log:
+            numbers = {name: value for name, value in row.items() if is_finite(value)}
+            rows.setdefault(row.get("step"), {}).update(numbers)
+    rows = [row for step, row in rows.items() if type(step) is int]
+    changed = re.search(f"^{CHANGED}(.+)$", header, re.M)
+    changed = changed[1].split(", ") if changed else []
+    return {"name": str(path), "algorithm": algorithm or "episodes", "flags": flags,
+            "changed": {name: flags[name] for name in changed if name in flags}, **evaluated,
+            "held_out": result.get("held_out_tasks"), "seconds": result.get("seconds"),
+            "steps": thinned(rows), "alarms": list(alarms_of(rows, flags)),
+            "equations": equations(), **episodes_of(path, algorithm, flags, budget)}
+
+
+def with_interval(metrics):
+    """Return the metrics of an evaluation with the 95 % interval of its success."""
+    if metrics.get("success") is None or not metrics.get("episodes"):
+        return metrics
+    n = metrics["episodes"]
+    return metrics | {"success_interval": wilson(metrics["success"] * n, n)}
+
+
+def alarms_of(rows, flags):
+    """Yield the alarms that a run has raised."""
+    alarms = Alarms(flags, has_expert=False)
+    for row in rows:
+        known = set(alarms.raised)
+        texts = alarms.add(row)
+        for name, text in zip(sorted(alarms.raised - known), texts):
+            yield {"step": row["step"], "name": name, "text": text}
+
+
+def thinned(rows):
+    """Return at most MAX_ROWS rows. One stands for several, with their most extreme values."""
+    size = math.ceil(len(rows) / MAX_ROWS)
+    if size < 2:
+        return rows
+    names = dict.fromkeys(name for row in rows for name in row)
+    means = {name: fmean(row[name] for row in rows if name in row) for name in names}
+    kept = []
+    for start in range(0, len(rows), size):
+        row = {}
+        for name in names:
+            values = [r[name] for r in rows[start:start + size] if name in r]
+            if values:
+                row[name] = max(values, key=lambda value: abs(value - means[name]))
+        kept.append(row | {"step": rows[start]["step"]})
+    return kept
+
+
+def equations():
+    """Return where each loss of the programs is computed, and its formula."""
+    found = []
+    for program in ("grpo", "dpo", "sft", "reward_weighted"):
+        path = PROGRAMS / f"{program}.py"
+        text = path.read_text("utf-8")
+        tree = ast.parse(text)
+        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        names = {name: function for name, (file, function) in FUNCTIONS.items() if file == program}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and node.targets[0].id == "LOSSES":
+                for key, value in zip(node.value.keys, node.value.values):
+                    names[key.value] = getattr(value, "elts", [value])[0].id
+        for loss, name in names.items():
+            # The line that computes it: an assignment to `loss`, or else the last one.
+            body = functions[name]
+            line = next((node for node in body.body if isinstance(node, ast.Assign)
+                         and ast.unparse(node.targets[0]) == "loss"), body.body[-1])
+            found.append({"loss": loss, "file": path.name, "line": line.lineno,
+                          "code": " ".join(ast.get_source_segment(text, line).split()),
+                          "formula": re.split(r": |\.?\n\n", ast.get_docstring(body))[0]})
+    return found
+
+
+# ---------------------------------------------------------------------------------------- episodes
+def episodes_of(path, algorithm, flags, budget):
+    """Return the groups, pairs and played episodes of some steps, spread over the run."""
+    episodes = Log(path / EPISODES if path.is_dir() else path)
+    tokens = Log(path / TOKENS)
+    read = Reader(load_tokenizer(path), flags)
+    data = {"groups": [], "pairs": [], "played": []}
+    # No step is of dpo.py's played episodes: its pairs are in tokens.jsonl.
+    steps = set(tokens.places) | (set() if algorithm == "dpo" else set(episodes.places))
+    for step in spread(sorted(steps)):
+        if budget <= 0:
+            break
+        shown = step_data(step, episodes, tokens, read, algorithm)
+        budget -= len(as_json(shown).encode())
+        for name, items in shown.items():
+            data[name] += items
+    for items in data.values():
+        items.sort(key=lambda item: item["step"])
+    return data
+
+
+def step_data(step, episodes, tokens, read, algorithm):
+    """Return the groups, pairs and played episodes of one step."""
+    recorded, whole, played = {}, [], []
+    for line, row in tokens.rows(step):
+        with reading(tokens.path, line):
+            if "when" in row:
+                played.append({"step": step, "when": row["when"], "episode": read(row["episode"])})
+            elif "line" in row:
+                recorded[row["line"]] = row
+            else:
+                whole.append((row["episode"], read(row["episode"], row)))
+    if algorithm == "dpo":
+        pairs = [pair(step, *whole[i:i + 2], read.flags) for i in range(0, len(whole) - 1, 2)]
+        return {"pairs": pairs, "played": played}
+    for number, (line, row) in enumerate(episodes.rows(step, LOGGED_EPISODES)):
+        with reading(episodes.path, line):
+            whole.append((row, read(row, recorded.get(number, {}))))
+    ids = [row.get("group_id", "") for row, _ in whole]
+    groups = [group(step, [whole[i] for i in indices]) for indices in members(ids)]
+    return {"groups": groups, "played": played}
+
+
+def group(step, whole):
+    """Return a group of episodes, [(row of trajectories.jsonl, data)]."""
+    row, _ = whole[0]
+    shown = [episode for _, episode in whole]
+    rewards = [episode["reward"] for episode in shown]
+    advantages = [episode["advantage"] for episode in shown]
+    silent = None
+    if len(rewards) > 1 and not any(advantages):
+        silent = "all advantages are 0"
+        if len(set(rewards)) == 1:
+            silent = "all rewards are equal, so no episode is better than the others"
+    return {"step": step, "task": task_of(row), "task_id": row.get("group_id"),
+            "mean": fmean(rewards), "std": stdev(rewards) if len(rewards) > 1 else 0.0,
+            "silent": silent, "episodes": shown}
+
+
+def task_of(row):
+    """Return the text of the first message of the user."""
+    return next((str(m["content"]) for m in row["messages"] if m["role"] == "user"), "")
+
+
+def pair(step, chosen, rejected, flags):
+    """Return a pair of dpo.py: an implicit reward is beta x log(policy / reference)."""
+    rewards = [flags.get("beta", 0.1) * episode.pop("log_ratio", 0.0)
+               for _, episode in (chosen, rejected)]
+    return {"step": step, "task": task_of(chosen[0]), "chosen": chosen[1], "rejected": rejected[1],
+            "margin": rewards[0] - rewards[1], "implicit_reward": rewards}
+
+
+def spread(items):
+    """Yield all items: the last, the first, the middle one, and so on, halving each gap."""
+    seen, parts = set(), 1
+    while len(seen) < len(items):
+        for i in range(parts, -1, -1):
+            place = round(i * (len(items) - 1) / parts)
+            if place not in seen:
+                seen.add(place)
+                yield items[place]
+        parts *= 2
+
+
+class Log:
+    """A file of episodes, which is read step by step.
+
+    Attributes:
+        places: {step: [(number of the line, where it begins in the file)]}
+    """
+
+    def __init__(self, path):
+        self.path, self.places = path, {}
+        offset = 0
+        with reading(path):
+            lines = open(path, "rb") if path.is_file() else ()
+            for number, line in enumerate(lines, 1):
+                step = re.match(rb'\{"step": (\d+)', line)
+                if line.strip():
+                    step = int(step[1]) if step else 0
+                    self.places.setdefault(step, []).append((number, offset))
+                offset += len(line)
+
+    def rows(self, step, limit=None):
+        """Yield (number of the line, row) of a step: `limit` rows, and the rest of their group.
+
+        A last line that was cut when the run was killed is left out.
+        """
+        last_group = None
+        for count, (number, offset) in enumerate(self.places.get(step, ()), 1):
+            with reading(self.path, number), open(self.path, "rb") as file:
+                file.seek(offset)
+                line = file.readline()
+                try:
+                    row = parse_object(line.decode())
+                except ValueError:
+                    if line.endswith(b"\n"):
+                        raise
+                    return
+            if limit and count > limit and row.get("group_id") != last_group:
+                return
+            last_group = row.get("group_id")
+            yield number, row
+
+
+class Reader:
+    """A function from a row of trajectories.jsonl and one of tokens.jsonl to an episode's data."""
+
+    def __init__(self, tokenizer, flags):
+        self.tokenizer, self.flags = tokenizer, flags
+
+    def __call__(self, row, recorded=()):
+        ids, mask = row["token_ids"], row["loss_mask"]
+        trained = [t for t, m in enumerate(mask) if m]
+        sampled = np.array([row["logprobs"][t] for t in trained], np.float32)
+        columns = {name: [unpacked(text) for text in recorded[name]]
+                   for name in COLUMNS if name in recorded}
+        turns, tokens = turns_of(row), token_texts(self.tokenizer, ids)
+        if not ids or not self.tokenizer:
+            turns = [{"role": "transcript", "start": 0, "end": 1, "trained": False}]
+            tokens, ids, trained, recorded = [transcript(row)], [0], [], {}
+        data = {"reward": float(row["reward"]),
+                "parts": {name: float(part) for name, part in row["reward_parts"].items()},
+                "turn_rewards": [float(reward) for reward in row["rewards"]],
+                "stop_reason": str(row.get("stop_reason")),
+                "success": bool(row["info"].get("success")),
+                "advantage": float(columns["advantages"][0].mean()) if "advantages" in columns
+                and len(trained) else None,
+                "tokens": tokens, "ids": ids, "turns": turns, "at": trained,
+                "calls": calls_of(row, turns), "sampled_f32": as_text(sampled),
+                "updates": self.updates(columns, sampled) if recorded else []}
+        if "ref_sum" in recorded:
+            data["log_ratio"] = float(columns["new"][0].sum() - unpacked(recorded["ref_sum"][0])[0])
+        return data
+
+    def updates(self, columns, sampled):
+        """Return the numbers of the tokens in the first update, and what differs in the last."""
+        updates = []
+        last = (self.flags.get("updates_per_step") or 2) - 1
+        for number in range(max(map(len, columns.values()))):
+            # Without `old` the ratio's denominator is the sampler's.
+            values = {"old": sampled} | {name: passes[-1] for name, passes in columns.items()}
+            values |= {name: passes[0] for name, passes in columns.items() if not number}
+            texts = {f"{COLUMNS[name]}_f32": as_text(values[name])
+                     for name, passes in columns.items() if number < len(passes)}
+            updates.append({"update": number and last, **texts, "clipped": self.clipped(values)})
+        return updates
+
+    def clipped(self, values):
+        """Return 1 for each token whose gradient the clip range of --loss stops; None without."""
+        loss = self.flags.get("loss")
+        if "advantages" not in values or loss not in CLIPPED:
+            return None
+        log_ratio = values["new"] - values["old"]
+        if loss in ("gspo", "luspo") and len(log_ratio):
+            log_ratio = np.full_like(log_ratio, log_ratio.mean())
+        ratio, better = np.exp(log_ratio), values["advantages"] > 0
+        worse = values["advantages"] < 0
+        low, high = 1 - self.flags["clip_eps_low"], 1 + self.flags["clip_eps_high"]
+        return ((ratio < low) & worse | (ratio > high) & better).astype(int).tolist()
+
+
+def as_text(values):
+    """Return float32s as base64, little end first."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+def turns_of(row):
+    """Return the stretches of an episode's tokens, sampled or not, and whose they are."""
+    mask, turns = row["loss_mask"], []
+    for t, m in enumerate(mask):
+        if not turns or turns[-1]["trained"] != bool(m):
+            turns.append({"role": "assistant", "start": t, "trained": bool(m)})
+        turns[-1]["end"] = t + 1
+    # What precedes a sampled turn is of the messages before it, and an end of roles like theirs.
+    roles = "".join({"assistant": "a", "tool": "t"}.get(m["role"], "u") for m in row["messages"])
+    context = [turn for turn in turns[:-1] if not turn["trained"]]
+    before = re.findall("[^a]+(?=a)", roles)
+    if turns and not turns[-1]["trained"] and roles[-1] != "a":
+        context.append(turns[-1])
+        before.append(roles[-1])
+    for turn, theirs in zip(reversed(context), reversed(before)):
+        turn["role"] = "tool" if "t" in theirs else "user"
+    return turns
+
+
+def calls_of(row, turns):
+    """Return the tool calls of an episode with their results."""
+    trained = [i for i, turn in enumerate(turns) if turn["trained"]]
+    spoken = sum(m["role"] == "assistant" for m in row["messages"])
+    turn, waiting, calls = len(trained) - spoken - 1, [], []
+    for message in row["messages"]:
+        text = str(message["content"])
+        if message["role"] == "assistant":
+            turn, waiting = turn + 1, list(message.get("tool_calls") or ())
+        if message["role"] == "tool" and turn >= 0 and trained:
+            call = waiting.pop(0) if waiting and message.get("name") != "" else {}
+            is_error = not call or text.startswith("error:")
+            calls.append({"turn": trained[turn], "name": call.get("name", "unreadable call"),
+                          "arguments": call.get("arguments", {}), "result": text,
+                          "error": is_error})
+    return calls
+
+
+def load_tokenizer(folder):
+    """Return the tokenizer of the run's newest checkpoint, or None."""
+    files = sorted(folder.glob("checkpoints/step_*/tokenizer.json"))
+    file = files[-1] if files else folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+    with reading(file):
+        return Tokenizer.from_file(str(file))
+
+
+def token_texts(tokenizer, ids):
+    """Return the text that each id adds, "·" where it only begins a character."""
+    from tokenizers.decoders import DecodeStream
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, i) or "·" for i in ids] if tokenizer else []
