@@ -42,7 +42,8 @@ from agent import Trajectory, evaluate, rollout, rollout_options
 from core.model import adamw, is_tiny, scheduled, steps_of
 from core.logprobs import token_logprobs
 from envs.task_files import with_env
-from episodes import longer, make_pairs, read_files, read_trajectories, split_pairs, write_pairs
+from episodes import (checked, longer, make_pairs, read_files, read_trajectories, split_pairs,
+                      write_pairs)
 from lora import merged_to_train
 from schooling import teach_tiny
 
@@ -93,10 +94,8 @@ def ipo(scores, beta):
 
 
 def exo_pair(scores, beta, label_smoothing=1e-3):
-    """KL(policy's choice || (1 - eps, eps)): EXO, arXiv 2402.00856 eq. 16.
-
-    eps is label_smoothing, which must be above 0.
-    """
+    """KL(policy's choice || (1 - eps, eps)): EXO, arXiv 2402.00856 eq. 16, where eps is
+    label_smoothing, which must be above 0."""
     x = beta * (scores.chosen - scores.rejected)
     right = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-label_smoothing))
     wrong = torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(label_smoothing))
@@ -104,19 +103,15 @@ def exo_pair(scores, beta, label_smoothing=1e-3):
 
 
 def nca_pair(scores, beta):
-    """l(c) + (l(-c) + l(-r)) / 2: NCA, arXiv 2402.05369 section 4.1.
-
-    It keeps the likelihood of the chosen episode up by itself.
-    """
+    """l(c) + (l(-c) + l(-r)) / 2: NCA, arXiv 2402.05369 section 4.1, which keeps the likelihood
+    of the chosen episode up by itself."""
     c, r = beta * scores.chosen, beta * scores.rejected
     return -F.logsigmoid(c) - (F.logsigmoid(-c) + F.logsigmoid(-r)) / 2
 
 
 def robust(scores, beta, label_smoothing=0.0):
-    """((1 - eps) l(x) - eps l(-x)) / (1 - 2 eps): rDPO, arXiv 2403.00409 section 3.1.
-
-    It is unbiased where a share eps = label_smoothing < 1/2 of the pairs is swapped.
-    """
+    """((1 - eps) l(x) - eps l(-x)) / (1 - 2 eps): rDPO, arXiv 2403.00409 section 3.1, unbiased
+    where a share eps = label_smoothing < 1/2 of the pairs is swapped."""
     x, eps = beta * (scores.chosen - scores.rejected), label_smoothing
     return (-(1 - eps) * F.logsigmoid(x) + eps * F.logsigmoid(-x)) / (1 - 2 * eps)
 
@@ -127,10 +122,8 @@ def bco_pair(scores, beta):
 
 
 def sppo_hard(scores, beta):
-    """(chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2: SPPO, arXiv 2405.00675 eq. 4.7.
-
-    The paper's eta is 1 / beta, and its P(chosen beats rejected) is 1.
-    """
+    """(chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2: SPPO, arXiv 2405.00675 eq. 4.7,
+    whose eta is 1 / beta and whose P(chosen beats rejected) is 1."""
     return (scores.chosen - 0.5 / beta) ** 2 + (scores.rejected + 0.5 / beta) ** 2
 
 
@@ -304,14 +297,21 @@ def settle(config: Config) -> Config:
 
 
 # -------------------------------------------------------------------------------------------- data
-def given_pairs(config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
-    """Return the pairs of the given files, or [] if none are given: they are then played."""
+def read_given(config: Config) -> list:
+    """Return the pairs or the episodes of the given files, or []: they are then played."""
     if config.dataset:
         from extras.data.pairs import read_pairs
-        return read_pairs(config, tokenizer)
-    if config.trajectories:
-        return make_pairs(read_files(config.trajectories, model, tokenizer), config)
-    return []
+        return read_pairs(config)
+    return read_files(config.trajectories) if config.trajectories else []
+
+
+def pairs_of(given, config: Config, model, tokenizer) -> list[tuple[Trajectory, Trajectory]]:
+    """Return the pairs of what `read_given` has read, as episodes of the model."""
+    if config.dataset:
+        from extras.data.pairs import encoded_pairs
+        return encoded_pairs(given, config, tokenizer)
+    files = [checked(episodes, model, tokenizer) for episodes in given]
+    return make_pairs(files, config) if files else []
 
 
 def collect(model, tokenizer, tasks, config: Config, run) -> list[Trajectory]:
@@ -379,15 +379,14 @@ def evaluate_held_out(model, tokenizer, tasks, pairs, ref_sums, config, run) -> 
 def train(config: Config) -> dict:
     """Pair episodes by their rewards, and raise each pair's margin over the reference policy."""
     config = settle(config)
-    is_given = config.dataset or config.trajectories  # pairs, or episodes to pair
-    tasks, test_tasks = train_and_held_out(config, 0 if is_given else config.num_tasks)
+    given = read_given(config)  # first, so that a bad row is refused at once
+    tasks, test_tasks = train_and_held_out(config, 0 if given else config.num_tasks)
     run = Run(config, "dpo")  # the output folder: logs, checkpoints, result
     if run.finished:
         return run.finished
     model, tokenizer = load_model(config.model_path, **options_for(load_model, config))
-    pairs = given_pairs(config, model, tokenizer)
+    pairs = pairs_of(given, config, model, tokenizer)
     run.begin(["trajectories.jsonl"])  # model and data are loaded: now write
-    # The tiny model is taught only now, so that a bad row of a file is refused at once.
     if config.model_path == "tiny":
         base = teach_tiny(config, run, bool(tasks))
         model, tokenizer = load_model(base, **options_for(load_model, config))

@@ -15,36 +15,35 @@ from agent import Trajectory
 from core.config import UserError
 from envs.task_files import are_held_out, need, read_as
 from envs.tasks import unseen
-from core.data import (is_finite, print_dropped, prompt_of, shift_and_scale, shuffled, to_json,
-                       without_faults)
+from core.data import is_finite, print_dropped, prompt_of, shift_and_scale, shuffled, to_json
 
 HELD_OUT = 100  # demonstrations, at most, whose loss is measured
 
 
 # ----------------------------------------------------------------------------------------- reading
 def read_trajectories(path: str, model=None, tokenizer=None) -> list[Trajectory]:
-    """Return the episodes of a trajectories.jsonl, but for those whose environment failed.
+    """Return the episodes of a trajectories.jsonl. With a model, those of another are refused."""
+    episodes = read_episodes(path)
+    return checked(episodes, model, tokenizer) if model else list(episodes.values())
 
-    With a model and its tokenizer, episodes of another model are refused.
-    """
-    def episode(row, _):
+
+def read_episodes(path: str) -> dict[str, Trajectory]:
+    """Return {FILE:LINE: episode} of a file, but for those whose environment failed."""
+    def episode(row, place):
         need(row, "token_ids", otherwise="conversations and pairs are given with --dataset, tasks "
                                          "with --tasks")
-        trajectory = trajectory_of(row)
-        if model:
-            check_tokens(trajectory, model, tokenizer)
-        return trajectory
+        return place, trajectory_of(row)
 
-    return without_faults(read_as(path, episode))
+    return {place: t for place, t in read_as(path, episode) if t.stop_reason != "error"}
 
 
-def read_files(trajectories: str, model, tokenizer) -> list[list[Trajectory]]:
-    """Return the episodes of each file of --trajectories ("a.jsonl,b.jsonl")."""
+def read_files(trajectories: str) -> list[dict[str, Trajectory]]:
+    """Return `read_episodes` of each file of --trajectories ("a.jsonl,b.jsonl")."""
     is_one = os.path.exists(trajectories)  # a file may have a comma in its name
     paths = [trajectories] if is_one else [path.strip() for path in trajectories.split(",")]
     if any("=" in path and not os.path.exists(path) for path in paths):
         raise UserError(f"--trajectories {trajectories}: all are paired; leave out shares")
-    return [read_trajectories(path, model, tokenizer) for path in paths]
+    return [read_episodes(path) for path in paths]
 
 
 def read_demonstrations(config, model, tokenizer) -> tuple[list, list]:
@@ -64,8 +63,9 @@ def read_demonstrations(config, model, tokenizer) -> tuple[list, list]:
 def trajectory_of(row: dict) -> Trajectory:
     """Return the episode in one parsed line of trajectories.jsonl, or raise ValueError."""
     try:
-        # A run writes the step into each line. It is not the episode's.
-        trajectory = Trajectory(**{name: value for name, value in row.items() if name != "step"})
+        # Other columns, such as the step that a run writes, are not the episode's.
+        names = Trajectory.__dataclass_fields__.keys() & row.keys()
+        trajectory = Trajectory(**{name: row[name] for name in names})
         wrong = problem(trajectory.to_json())
     except (TypeError, AttributeError) as error:
         wrong = str(error)
@@ -97,20 +97,22 @@ def problem(episode: dict) -> str | None:
     return None if all(map(is_finite, numbers)) else "logprobs and rewards must be finite numbers"
 
 
-def check_tokens(t: Trajectory, model, tokenizer):
-    """Raise ValueError if an episode was recorded with another model's tokenizer.
+def checked(episodes: dict[str, Trajectory], model, tokenizer) -> list[Trajectory]:
+    """Return the episodes of {FILE:LINE: episode}. UserError for one of another model.
 
-    That is so if a token id is outside of the model's vocabulary, or if the tokens do not spell the
-    first question of the user.
+    That is one with a token id outside of the model's vocabulary, or with tokens that do not spell
+    the first question of the user.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
-    largest = max(t.token_ids)
-    if largest >= vocabulary:
-        raise ValueError(f"token id {largest} is not in this model's vocabulary of {vocabulary}: "
-                         "another model's episode")
-    questions = [str(m.get("content")) for m in t.messages if m.get("role") == "user"]
-    if questions and squeezed(questions[0]) not in squeezed(tokenizer.decode(t.token_ids)):
-        raise ValueError("the tokens do not spell the episode's messages: another model's episode")
+    for place, t in episodes.items():
+        questions = [str(m.get("content")) for m in t.messages if m.get("role") == "user"]
+        if max(t.token_ids) >= vocabulary:
+            raise UserError(f"{place}: token id {max(t.token_ids)} is not in this model's "
+                            f"vocabulary of {vocabulary}: another model's episode")
+        if questions and squeezed(questions[0]) not in squeezed(tokenizer.decode(t.token_ids)):
+            raise UserError(f"{place}: the tokens do not spell the episode's messages: another "
+                            "model's episode")
+    return list(episodes.values())
 
 
 def squeezed(text: str) -> str:

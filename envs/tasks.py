@@ -62,8 +62,8 @@ def load_tasks(name: str | None, split: str, n: int | None, seed: int, dataset: 
         name: the environment. Several ("a,b") take turns; None has no tasks.
         split: "train" or "test". The two never share a row of a file.
         dataset: task files, or None: the environment makes the tasks.
-        eval_dataset: the file of the test rows, or None: every tenth row of `dataset`, by the
-            hash of its content.
+        eval_dataset: the file of the test rows, or None: those of `dataset` that
+            `envs.task_files.are_held_out`, so there may be none.
         env_options: what `envs.options_of` returns. Every row gets them.
         fields: "question=problem,...", where the files have other names of columns.
         holds_out: False takes all rows of `dataset` for training.

@@ -315,7 +315,8 @@ def paired(files, pairs="all", **options):
 def read_pairs(path, rows, tokenizer, env=None):
     """What dpo.py makes of a file with these rows."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return pairs_of_files.read_pairs(dpo.Config(dataset=str(path), env=env), tokenizer)
+    config = dpo.Config(dataset=str(path), env=env)
+    return pairs_of_files.encoded_pairs(pairs_of_files.read_pairs(config), config, tokenizer)
 
 
 def rewards(pairs):
@@ -380,7 +381,8 @@ def test_of_many_pairs_only_those_that_are_learned_from_become_tokens(tiny, tmp_
     path.write_text("".join(json.dumps({"prompt": f"{i}?", "chosen": "a", "rejected": "b"}) + "\n" for i in range(9)))
     encoded = []
     monkeypatch.setattr("extras.data.pairs.Encoder.__call__", lambda self, c, call=Encoder.__call__: encoded.append(c) or call(self, c))
-    pairs = pairs_of_files.read_pairs(dpo.Config(dataset=str(path), max_samples=2), tiny[1])
+    config = dpo.Config(dataset=str(path), max_samples=2)
+    pairs = pairs_of_files.encoded_pairs(pairs_of_files.read_pairs(config), config, tiny[1])
     assert len(pairs) == 2 and len(encoded) == 4 and "7 of 9 pairs are not learned from: --max_samples\n" in capsys.readouterr().out
 
 

@@ -11,16 +11,23 @@ from extras.data.demonstrations import (Conversation, Encoder, count_control_tok
 from extras.data.tables import need_text_row
 
 
-def read_pairs(config, tokenizer) -> list[tuple]:
-    """Return the pairs (chosen, rejected) of --dataset as episodes.
+def read_pairs(config) -> list[tuple]:
+    """Return the pairs (chosen, rejected) of --dataset as conversations, at most max_samples.
+
+    No model is needed. UserError: `FILE:LINE: what is wrong`.
+    """
+    pairs = list(read_as(config.dataset, preference, config.fields, config.seed))
+    # Of a million pairs only those that are learned from become tokens.
+    return draw(pairs, config, "pairs")
+
+
+def encoded_pairs(pairs: list[tuple], config, tokenizer) -> list[tuple]:
+    """Return pairs of conversations as pairs of episodes.
 
     The loss falls on what follows the prompt. Conversations without tools or system message get
     those of the environment. UserError: `FILE:LINE: what is wrong`, or that no pair is left.
     """
     encode = Encoder(tokenizer, config)
-    pairs = list(read_as(config.dataset, preference, config.fields, config.seed))
-    # Of a million pairs only those that are learned from become tokens.
-    pairs = draw(pairs, config, "pairs")
     count_control_tokens([chosen for chosen, _ in pairs], tokenizer)
     pairs = progress(pairs, "pairs")
     encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]

@@ -14,6 +14,7 @@ from extras.data.tables import need_text_alone, truth
 TAGGED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 PYTHON_CALL = re.compile(r"(?<=<tool_call>)\s*\{'.*?(?=</tool_call>)", re.DOTALL)
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+OTHER_THOUGHTS = ("reasoning_details", "thinking_blocks", "thought")  # of APIs, beside one of these
 # A message is learned unless one of these is false. OpenAI calls the field "weight".
 LOSS_FIELDS = ("loss", "weight", "trainable")
 # Of what other trainers have in its place some say what is learned, and some what is not.
@@ -206,6 +207,9 @@ def _thought(message):
         thoughts.pop("", None)
     if len(thoughts) > 1:
         raise ValueError(f"{' and '.join(thoughts.values())} hold different thoughts")
+    for name in OTHER_THOUGHTS:
+        if message.get(name) and not any(thoughts):
+            raise ValueError(f'"{name}" is not read; give the thought as "reasoning_content"')
     return next(iter(thoughts), None)
 
 

@@ -221,6 +221,18 @@ def test_control_tokens_are_text_and_rows_too_long_are_dropped_and_both_are_coun
     assert "\n3 rows contain <|im_end|> as text\n" in out and re.search(r"1 of 14 \w+ exceed 256 tokens: dropped", out), out
 
 
+@pytest.mark.parametrize("name, row, says", [
+    ("--dataset", {**PAIR, "rejected": "b"}, "chosen and rejected are the same: nothing to prefer"),
+    ("--dataset", {**PAIR, "images": ["cats.png"]}, '"images" is not read, only text is; leave such rows out, or take their text alone: --fields unread=images'),
+    ("--trajectories", {"token_ids": [1]}, "not a trajectory: token_ids, loss_mask, logprobs have lengths (1, 0, 0)")])
+def test_dpo_reads_its_data_before_it_loads_a_model(told, tmp_path, name, row, says):
+    data = tmp_path / "rows.jsonl"
+    good = {"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, 0.0]} if name == "--trajectories" else PAIR
+    data.write_text(lines(good, row))
+    assert told(dpo, name, data, "--model_path", "not/looked/at", "--output_dir", tmp_path / "out") == f"{data}:2: {says}"
+    assert program_is_quick(told) and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("module, name, rows, says", [
     (dpo, "--dataset", [PAIR, {**PAIR, "rejected": "b"}], ":2: chosen and rejected are the same: nothing to prefer"),
     (dpo, "--trajectories", [{"token_ids": [1]}], ":1: not a trajectory: "),

@@ -24,7 +24,7 @@ import episodes
 from extras.data.demonstrations import messages_in, read_dataset
 from schooling import demonstrate
 from episodes import read_split
-from extras.data.pairs import preference
+from extras.data.pairs import preference, read_pairs
 from envs.tasks import load_tasks
 from envs.task_files import recorded_env
 from extras.isolate import Session, Watch
@@ -374,6 +374,12 @@ def test_a_thought_that_is_no_text_is_refused(chat, value, says):
         assert str(error.value) == f"message 1: {says}"
     with pytest.raises(ValueError, match="message 1: reasoning_content and reasoning hold different thoughts"):
         recorded_ids(chat, [ASK, {**ANSWER, "reasoning_content": "a", "reasoning": "b"}])
+    for name in ("reasoning_details", "thinking_blocks", "thought"):
+        details = {name: [{"type": "reasoning.text", "text": "Half."}]}
+        with pytest.raises(ValueError, match=f'message 1: "{name}" is not read; give the thought as "reasoning_content"'):
+            recorded_ids(chat, [ASK, {**ANSWER, **details}])
+        both = [ASK, {**ANSWER, "reasoning": "Half."}]
+        assert recorded_ids(chat, [ASK, {**both[1], **details}]) == recorded_ids(chat, both)  # OpenRouter's form
     with pytest.raises(ValueError, match="message 0: a thought must stand in an assistant message"):
         recorded_ids(chat, [{**ASK, "thinking": "Half."}, ANSWER])
     assert recorded_ids(chat, [ASK, {**ANSWER, "thinking": None, "reasoning": "", "reasoning_content": []}]) == recorded_ids(chat, [ASK, ANSWER])
@@ -627,6 +633,114 @@ def test_a_bad_row_is_refused_by_file_and_line(tokenizer, tmp_path, row, problem
     with pytest.raises(UserError) as caught:
         read(path, tokenizer, env="gsm8k" if "question" in row else None)
     assert str(caught.value) == f"{path}:2: {problem}"
+
+
+PICTURE = '"{}" is not read, only text is; leave such rows out, or take their text alone: --fields unread={}'
+
+
+class Shown:
+    """It reads the name of a picture itself."""
+
+    def reset(self, question: str, image: str = "", **_) -> str:
+        return f"{question} {image}"
+
+
+@pytest.mark.parametrize("name, value", [
+    ("images", ["cats.png"]), ("image", "cats.png"), ("image", {"bytes": "x", "path": None}), ("videos", [["a.mp4"]]), ("video", "a.mp4"),
+    ("audios", ["a.wav"]), ("audio", {"array": [0.1]}), ("images", '["cats.png"]')])
+def test_a_row_with_a_picture_is_refused_and_an_empty_column_is_none(tokenizer, tmp_path, name, value):
+    """Of sft.py, dpo.py and tasks alike: they were learned without it."""
+    rows = {"chat": {"messages": [ASK, ANSWER]}, "pair": {"prompt": "a", "chosen": "b", "rejected": "c"}, "task": {"prompt": "a"}, "shown": {"question": "a"}}
+    readers = {"chat": lambda path, fields: read(path, tokenizer, fields=fields),
+               "pair": lambda path, fields: read_pairs(SimpleNamespace(dataset=path, fields=fields, seed=0, max_samples=9)),
+               "task": lambda path, fields: load_tasks("envs.prompts:Prompts", "train", None, 0, path, fields=fields),
+               "shown": lambda path, fields: load_tasks(f"{__name__}:Shown", "train", None, 0, path, fields=fields)}
+    for kind, row in rows.items():
+        path = write(tmp_path, [row, {**row, name: value}])
+        if kind == "shown" and name == "image":
+            assert len(readers[kind](path, None)) == 2  # the environment takes it
+            continue
+        with pytest.raises(UserError) as caught:
+            readers[kind](path, None)
+        assert str(caught.value) == f"{path}:2: {PICTURE.format(name, name)}"
+        assert len(readers[kind](path, f"unread={name}")) >= 1  # and by this flag the text is read alone
+        for empty in (None, [], "", {}, "[]", "null", [None], {"bytes": None, "path": None}):
+            assert len(readers[kind](write(tmp_path, [{**row, name: empty}]), None)) == 1
+
+
+@pytest.mark.parametrize("content", [
+    [{"type": "image"}], [{"type": "image", "text": "", "image": "cats.png"}], [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "Hi"}],
+    [{"type": "input_audio", "text": "Hi"}], [{"text": "Hi"}], [{"type": "text", "text": "Hi", "image": "cats.png"}], ["Hi"]])
+def test_a_part_that_is_no_text_is_refused(chat, content):
+    with pytest.raises(ValueError, match="^message 0: (content must be text or text parts, got the part |.image. is not read, only text is)"):
+        recorded_ids(chat, [{"role": "user", "content": content}, ANSWER])
+    for kind in ("text", "input_text"):
+        assert recorded_ids(chat, [{"role": "user", "content": [{"type": kind, "text": "How "}, {"type": kind, "text": "many?", "image": None}]}, ANSWER]) == recorded_ids(chat, [ASK, ANSWER])
+
+
+def test_a_message_with_a_picture_is_refused(tokenizer, tmp_path):
+    """Ollama's form, in chats, in pairs and in the prompts of tasks."""
+    ask = {**ASK, "images": ["cats.png"]}
+    for row, load in (({"messages": [ask, ANSWER]}, lambda path: read(path, tokenizer)),
+                      ({"prompt": [ask], "chosen": "b", "rejected": "c"}, lambda path: read_pairs(SimpleNamespace(dataset=path, fields=None, seed=0, max_samples=9))),
+                      ({"prompt": [ask]}, lambda path: load_tasks("envs.prompts:Prompts", "train", None, 0, path))):
+        path = write(tmp_path, [row])
+        with pytest.raises(UserError) as caught:
+            load(path)
+        assert str(caught.value) == f'{path}:1: "images" is not read, only text is; leave such rows out'
+
+
+@pytest.mark.parametrize("label, is_bad", [(label, True) for label in (False, 0, 0.0, "false", "False", "FALSE", "0", "0.0", "no", "No", " n ", "off")]
+                         + [(label, False) for label in (True, 1, 1.0, "true", "1", "yes", "sports", "", 2, None, "none")])
+def test_bad_answers_of_kto_are_refused_however_their_label_is_written(tokenizer, tmp_path, label, is_bad):
+    for name in ("label", "kto_tag"):
+        paths = [write(tmp_path, [{**row, name: label}]) for row in ({"prompt": "a", "completion": "b"}, {"messages": [ASK, ANSWER]}, {"instruction": "a", "output": "b"})[:1]]
+        (tmp_path / "rows.csv").write_text(f"prompt,completion,{name}\na,b,{'' if label is None else label}\n")
+        for path in (*paths, str(tmp_path / "rows.csv")):
+            if is_bad:
+                with pytest.raises(UserError, match=':[12]: "label" is false: a bad answer is not imitated; leave such rows out'):
+                    read(path, tokenizer)
+            else:
+                assert len(read(path, tokenizer)) == 1
+
+
+def test_tools_that_are_null_are_none(tokenizer, tmp_path):
+    for row in ({"messages": [ASK, ANSWER]}, {"messages": [ASK, ANSWER], "tools": "[]"}):
+        plain, = read(write(tmp_path, [row]), tokenizer)
+        for tools in ("null", " null\n", None) if "tools" not in row else ("[]", "", []):
+            for name in ("tools", "functions"):
+                again, = read(write(tmp_path, [{"messages": row["messages"], name: tools}]), tokenizer)
+                assert again.token_ids == plain.token_ids
+    own, none = (read(write(tmp_path, [{"messages": [ASK, ANSWER], **row}]), tokenizer, env="equations")[0] for row in ({}, {"tools": "null"}))
+    assert own.token_ids == none.token_ids  # of both the tools are the environment's
+
+
+def test_added_tokens_that_become_pieces_are_told(tmp_path, capsys):
+    tokenizer = real.__wrapped__("qwen3")  # not the cached one
+    tokenizer.add_tokens(["<loc_1>", "[STRAT]", "strategy"])
+    row = {"messages": [ASK, {"role": "assistant", "content": "It is at <loc_1>, says [STRAT] of <loc_1>: strategy <|im_end|>"}]}
+    other = write(tmp_path, [{"prompt": "a", "completion": "b"}], "other.jsonl")
+    read(write(tmp_path, [row, row, {"text": "<loc_1>"}, {"messages": [ASK, ANSWER]}]), tokenizer, eval_dataset=other)
+    said = [line for line in capsys.readouterr().out.splitlines() if "as text" in line]
+    note = "rows contain {} as text: an added token, learned as its pieces"
+    # A text of its own may hold control tokens, and a word is one token as it stands.
+    assert said == [f"2 {note.format('<loc_1>')}", f"2 {note.format('[STRAT]')}", "2 rows contain <|im_end|> as text"]
+
+
+def test_a_column_that_nobody_reads_does_not_stop_a_file(tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    unread = '"score": NaN, "least": -Infinity, "id": 10000000000000000000000, "mask": [1], "trainable": "x", "thinking": {"a": 1}, "image_id": 3, "text": 5'
+    path.write_text(f'{{"prompt": "a", "completion": "b", {unread}}}\n')
+    assert len(read(str(path), tokenizer)) == 1
+    path.write_text(f'{{"prompt": "a", "chosen": "b", "rejected": "c", {unread}}}\n')
+    assert len(read_pairs(SimpleNamespace(dataset=str(path), fields=None, seed=0, max_samples=9))) == 1
+    path.write_text(f'{{"equation": "x + 1 = 2", {unread}}}\n')
+    assert len(load_tasks("equations", "train", None, 0, str(path))) == 1
+    path.write_text(f'{{"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, 0.0], {unread}}}\n')
+    assert len(recorded(str(path), tokenizer)[0]) == 1
+    path.write_text('{"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, NaN]}\n')
+    with pytest.raises(UserError, match="rows.jsonl:1: not a trajectory: logprobs and rewards must be finite numbers"):
+        recorded(str(path), tokenizer)
 
 
 @pytest.mark.parametrize("spell", [json.dumps, str])
