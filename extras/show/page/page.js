@@ -137,11 +137,9 @@ function surrogateWeights(episodes, o, counts) {
 function likelihoodWeights(episodes, weightOf) {  // sft.py, reward_weighted.py
   const above = groupAdvantages(returnsOfTurns(episodes), peersByTurn(episodes), "none");
   const weights = splitLike(above.map(weightOf), episodes);
-  const total = sum(episodes.flatMap((t, e) => t.turn.map(k => weights[e][k]))) || 1;
-  return episodes.map(({logp, turn}, e) => columns(logp.map((x, i) => {
-    const w = weights[e][turn[i]];
-    return {advantage: w, loss: -w * x, weight: -w / total};
-  })));
+  const ofTokens = episodes.map((t, e) => t.turn.map(k => weights[e][k])), total = sum(ofTokens.flat()) || 1;
+  return episodes.map(({logp}, e) => columns(ofTokens[e].map((w, i) =>
+    ({advantage: w, loss: -w * logp[i], weight: -w / total}))));
 }
 
 function pairWeights(episodes, name, o) {  // dpo.py, of the best and the worst of each group
@@ -199,14 +197,15 @@ function stepsOf(run) {
 function numbersOf(episode) {
   const known = decoded[Number(state.last)], updates = episode.updates || [];
   if (known.has(episode)) return known.get(episode);
-  const update = {...updates[0], ...updates.at(state.last ? -1 : 0)};  // what the last does not repeat
+  const update = {...updates[0], ...updates.at(state.last ? -1 : 0)};  // the last repeats not all
   const n = {sampled: floats(episode.sampled_f32), clipped: update.clipped};
   for (const name of ["advantage", "old", "new", "ref", "entropy", "weight"]) n[name] = floats(update[`${name}_f32`]);
-  n.new ??= n.old ??= n.sampled;
+  n.old ??= n.sampled;
+  n.new ??= n.old;
   n.probability = n.sampled?.map(Math.exp);
   n.ratio = n.old && n.new.map((x, i) => Math.exp(x - n.old[i]));
-  const trained = episode.turns.filter(turn => turn.trained);
-  n.turn = episode.at.map(t => Math.max(0, trained.findIndex(turn => t < turn.end)));
+  const ends = episode.turns.filter(turn => turn.trained).map(turn => turn.end);
+  n.turn = episode.at.map(t => Math.max(0, ends.findIndex(end => t < end)));
   known.set(episode, n);
   return n;
 }
@@ -297,8 +296,7 @@ function show(change = {}) {
 function drawRun() {
   const run = theRun(), {algorithm, name, steps, held_out: held, seconds, changed = {}, flags = {}} = run;
   const best = ["success", "pairs/accuracy", "held_out_loss", "loss", "reward"].find(key => run.after?.[key] != null);
-  put("algorithm", algorithm);
-  put("run", name);
+  put("algorithm", algorithm, " ", h("small", {id: "run"}, name));
   put("facts", [held && `${held} held-out tasks`, `${steps.length} steps`, seconds && `${Math.round(seconds)} s`,
     ...Object.entries(changed).map(([flag, value]) => `--${flag} ${value}`)].filter(Boolean).join(" · "));
   put("result", best && [h("span", {title: metricTitle(best)}, best), outcome(run, best)]);
@@ -355,7 +353,7 @@ function colourNow() {
   const {needs} = COLOURS[state.colour], secret = tells(state.colour) && theGroup().episodes.some(isHidden);
   return secret || needs && !numbersOf(theEpisode())[needs] ? "trained" : state.colour;
 }
-const valuesOf = (episode, n) => episode.at.map((_, i) => COLOURS[colourNow()].of(n, i));
+const valuesOf = (episode, n, {needs, of} = COLOURS[colourNow()]) => episode.at.map((_, i) => n[needs] ? of(n, i) : 0);
 
 function painter() {  // [the colour of a value, the largest value of the group, where it is full]
   const values = theGroup().episodes.flatMap(episode =>
@@ -498,14 +496,16 @@ function computeWhatIf() {
   const total = inputs.flatMap(t => t.logp).length, rows = tokenWeights(inputs, o,
     {max_tokens: o.max_tokens, sequences: played || episodes.length, tokens: Math.round(each * played) || total});
   const trained = episodes.map((episode, e) => numbersOf(episode).weight || rows[e].weight);
-  const size = lists => sum(lists.flat().map(Math.abs)) || 1;
+  const size = lists => sum(lists.flat().map(Math.abs)) || 1, least = 1e-3 * size(trained) / total;
   const scale = state.whatIf ? size(trained) / size(rows.map(row => row.weight)) : 1;
+  const way = w => Math.abs(w) < least ? 0 : Math.sign(w);
   let ways = 0, much = 0;
   rows.forEach((row, e) => {
     row.weight = row.weight.map(w => w * scale);
-    row.differs = row.weight.map((w, i) => state.whatIf && Math.sign(w) !== Math.sign(trained[e][i]));
+    row.differs = row.weight.map((w, i) => state.whatIf && way(w) !== way(trained[e][i]));
     ways += row.differs.filter(Boolean).length;
-    much += row.weight.filter((w, i) => !row.differs[i] && Math.abs(w / trained[e][i] - 1) > 0.1).length;
+    much += row.weight.filter((w, i) => !row.differs[i]
+      && Math.abs(w - trained[e][i]) > 0.1 * Math.abs(trained[e][i]) + least).length;
     asked.set(episodes[e], row);
   });
   put("outcome", state.whatIf && `These two losses disagree on ${ways} of ${total} tokens of this step `

@@ -216,7 +216,7 @@ def run_of(name="runs/a", seed=0, steps=(0, 5), text="ok", task="Solve", **chang
             updates.append((new.detach(), new.grad, clipped))
         shown = []
         for b, (row, place) in enumerate(zip(inputs, places)):
-            numbers = [{"update": u, "advantage_f32": f32(advantages[b, place]), "old_f32": f32(row["old"]), "new_f32": f32(new[b, place]),
+            numbers = [{"update": u, "advantage_f32": f32(advantages[b, place]), "new_f32": f32(new[b, place]),
                         "ref_f32": f32(row["ref"]), "entropy_f32": f32([0.5] * len(place)), "weight_f32": f32(weight[b, place]),
                         "clipped": clipped[b, place].int().tolist()} for u, (new, weight, clipped) in enumerate(updates)]
             shown.append(episode_of(row, float(advantages[b, place[0]]), numbers, text, task=task))
@@ -522,6 +522,7 @@ def test_a_run_without_advantages_groups_or_a_mirror_is_shown(opened):
             for update in episode["updates"]:
                 update |= {"advantage_f32": None, "ref_f32": None, "clipped": None}
     fork["flags"]["loss"] = "mine"
+    fork["groups"][0]["episodes"].append({**fork["groups"][0]["episodes"][0], "updates": [], "reward": -9.0})  # its numbers were not recorded
     bare |= {"groups": [], "before": None, "after": None, "alarms": [], "played": []}
     for run in (sft, fork, bare):
         page = opened(run)
