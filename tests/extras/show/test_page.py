@@ -1,6 +1,5 @@
 """The page: its mirrors equal the Python functions, and in a real Chromium it shows, colours, hides and runs nothing."""
 import base64
-import hashlib
 import json
 import math
 import random
@@ -17,6 +16,7 @@ import torch
 import dpo
 import grpo
 import reward_weighted
+from extras.show.page import html_of
 
 PAGE = Path(__file__).resolve().parents[3] / "extras" / "show" / "page"
 NODE, CHROMIUM, DRIVER = (shutil.which(name) for name in ("node", "chromium", "chromedriver"))
@@ -235,22 +235,6 @@ def run_of(name="runs/a", seed=0, steps=(0, 5), text="ok", task="Solve", **chang
                                                       for i, when in ((0, "before"), (1, "after"))]}
 
 
-def html_of(*runs):
-    """The page of some runs' data, put together as extras/show/page.py does it."""
-    data = {"runs": runs, "metrics": {"success": ["share", "Share of episodes that solved their task.", "It should rise."]}, "written_by": "a test"}
-    page = (PAGE / "page.html").read_text("utf-8")
-    hashes = {"style": [], "script": []}
-    for kind, line in (("style", '<link rel="stylesheet" href="{}">'), ("script", '<script src="{}"></script>')):
-        for name in re.findall(line.replace("{}", r"([\w.]+)"), page):
-            code = (PAGE / name).read_text("utf-8")
-            hashes[kind].append("'sha256-" + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() + "'")
-            page = page.replace(line.format(name), f"<{kind}>{code}</{kind}>")
-    policy = f"default-src 'none'; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}"
-    page = page.replace("<title>", f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>', 1)
-    text = json.dumps(data).replace("<", "\\u003c")
-    return page.replace('id="data"></script>', f'id="data">{text}</script>')
-
-
 # ------------------------------------------------------------------------------------------------ in a real Chromium
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
@@ -330,7 +314,7 @@ def opened(chromium, tmp_path):
 
     def open_page(*runs, width=1280):
         torch.set_default_dtype(torch.float64)
-        pages.append(Page(chromium, tmp_path / f"report{len(pages)}.html", html_of(*runs), width))
+        pages.append(Page(chromium, tmp_path / f"report{len(pages)}.html", html_of(runs), width))
         return pages[-1]
 
     yield open_page
@@ -384,7 +368,8 @@ def test_pointing_at_a_token_shows_its_numbers_and_the_equation_filled_in(opened
     episode = max(run["groups"][0]["episodes"], key=lambda e: e["reward"])
     page.hover(".tok.trained", 0)
     update = {name: np.frombuffer(base64.b64decode(text), "<f4")[0] for name, text in episode["updates"][1].items() if name.endswith("_f32")}
-    ratio, A = math.exp(update["new_f32"] - update["old_f32"]), update["advantage_f32"]
+    old = np.frombuffer(base64.b64decode(episode["sampled_f32"]), "<f4")[0]
+    ratio, A = math.exp(update["new_f32"] - old), update["advantage_f32"]
     shown = {name: float(page.text(f"[data-fact={name}]").replace("−", "-")) for name in ("ratio", "advantage", "weight", "new", "ref", "entropy")}
     for name, value in {"ratio": ratio, "advantage": A, "weight": update["weight_f32"], "new": update["new_f32"], "ref": update["ref_f32"]}.items():
         assert shown[name] == pytest.approx(value, rel=0.06)
@@ -482,7 +467,7 @@ def test_runs_are_laid_over_one_another_and_compared(opened):
 def test_curves_explain_themselves_and_a_click_opens_the_step(opened):
     page = opened(run_of())
     first = page.all("figure")[0]
-    assert "Share of episodes that solved their task" in first.find_element("css selector", "figcaption").get_attribute("title")
+    assert "Share of episodes that solve their task" in first.find_element("css selector", "figcaption").get_attribute("title")
     assert "KL is large" in page.text("#alarms")
     drawn = page.js("""return plots.map(({ctx, data, scales: {y}, bbox: {left, top, width, height}}) => [y.min < Math.min(...data[1]),
         y.max > Math.max(...data[1]), new Set(ctx.getImageData(left, top, width, height).data).size > 5])""")
@@ -523,7 +508,7 @@ def test_a_run_without_advantages_groups_or_a_mirror_is_shown(opened):
                 update |= {"advantage_f32": None, "ref_f32": None, "clipped": None}
     fork["flags"]["loss"] = "mine"
     fork["groups"][0]["episodes"].append({**fork["groups"][0]["episodes"][0], "updates": [], "reward": -9.0})  # its numbers were not recorded
-    bare |= {"groups": [], "before": None, "after": None, "alarms": [], "played": []}
+    bare |= {"groups": [], "before": {}, "after": {}, "alarms": [], "played": []}
     for run in (sft, fork, bare):
         page = opened(run)
         assert page.text("#run") == run["name"]
@@ -541,7 +526,7 @@ def test_an_episode_with_a_script_in_it_is_shown_and_not_run(opened):
     run["groups"][0]["silent"] = EVIL
     page = opened(run, run_of("runs/b"))
     page.hover(".tok.trained", 0)
-    assert page.js("return document.title") == "Run"  # no script of an episode has run
+    assert page.js("return document.title") == f"{EVIL}, runs/b"  # no script of an episode has run
     assert not page.all("img") and len(page.all("script")) == 3
     for place in ("#task", "#run", "#text", "#alarms", "#silence", "#rows", ".turn.assistant pre", "#differences"):
         assert "<script>document.title='run'</script></script><img" in page.text(place), place
@@ -580,7 +565,7 @@ def test_two_megabytes_paint_within_a_second(opened):
                "at": at, "calls": [], "turn_rewards": [0.1] * 10, "sampled_f32": packed[0], "updates": [update, {**update, "update": 1}]}
     run["groups"] = [{**run["groups"][0], "task": f"task {g}", "episodes": [{**episode, "reward": r / 8, "advantage": r - 3.5} for r in range(8)]}
                      for g in range(8)]
-    html = html_of(run)
+    html = html_of([run])
     assert 1.3e6 < len(html) < 2e6
     page = opened(run)
     painted = page.js("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
