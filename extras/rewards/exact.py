@@ -127,8 +127,8 @@ def is_operator(before: str, sign: str, after: str) -> bool:
     """True if a token is an operator between these two, of which "" is none."""
     if before and after and sign in SYMBOLS:
         return True
-    # twenty-one, COVID-19, and/or
-    if is_word(before) or is_word(after):
+    # twenty-one, COVID-19, and/or, and 2001: A Space Odyssey
+    if is_word(before) or is_word(after) or sign == ":" and not after.isdecimal():
         return False
     if before and after:
         return sign in OPERATORS

@@ -111,7 +111,7 @@ def test_repetition(texts, value):
     (r"so \boxed{\frac{1}{2}}", "1/2", 1.0), ("it is $0.5$", r"\frac{1}{2}", 1.0), (r"\boxed{x=3}", "3", 1.0), (r"\boxed{4}", "3", 0.0), ("nothing", "3", 0.0),
     ([call("submit", value="2/4")], "0.5", 1.0), ("3", None, None), ([call("submit", value=r"\frac{1}{2}")], "0.5", 1.0), ("(1, 2)", "(1,2)", 1.0), ("<answer> 7. </answer>", "7", 1.0),
     ("<answer>72 clips</answer>", "72", 1.0), ("<answer>It is $0.5$.</answer>", "0.5", 1.0), (r"\boxed{2x+3}", "2", 0.0), (r"\boxed{3\sqrt{2}}", "3", 0.0), ("<answer>3:4</answer>", "3", 0.0), ([call("submit", value="x + 1")], "1", 0.0),
-    ("#### 4!", "4", 0.0), ("$1 < x < 2$", "(1,2)", 0.0), ("$(1,2)$", "1 < x < 2", 1.0), ("**Answer: 34**", "34", 1.0), ("Answer: **-34.**", "-34", 1.0), ("`Answer: 34`", "34", 1.0)])
+    ("#### 4!", "4", 0.0), ("$1 < x < 2$", "(1,2)", 0.0), ("$(1,2)$", "1 < x < 2", 1.0), ("**Answer: 34**", "34", 1.0), ("Answer: **-34.**", "-34", 1.0), ("`Answer: 34`", "34", 1.0), (r"We get $\boxed 5$, not 6.", "5", 1.0), (r"\fbox{\frac{1}{2}}", "0.5", 1.0), ("Answer: 34\n\nNot 35.", "34", 1.0), (r"\boxed{34", "34", 0.0)])
 def test_math_verify(text, answer, value):
     """In 2x + 3 there is no 2. The reference comes first: the package takes an interval for an inequality, not the other way."""
     pytest.importorskip("math_verify")
