@@ -55,7 +55,8 @@ const PAIR_LOSSES = {
   apo_zero: ({c, r}, beta) => 1 - sigmoid(beta * c) + sigmoid(beta * r),
   sigmoid_norm: ({cm, rm}, beta) => -logSigmoid(beta * (cm - rm)),
 };
-const COLUMNS = ["advantage", "ratio", "kl", "loss", "weight", "clipped"];
+const COLUMNS = ["advantage", "ratio", "kl", "loss", "weight", "clipped",
+  "chosen", "rejected", "chosen_mean", "rejected_mean", "nll"];  // these of dpo.py
 const columns = tokens => Object.fromEntries(COLUMNS.map(name => [name, tokens.map(t => t[name] ?? 0)]));
 
 function klEstimate(logp, ref, old, kind) {  // [value, its slope in logp]
@@ -82,6 +83,7 @@ function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
 const returnsToGo = values => values.map((_, k) => sum(values.slice(k)));
 const totals = episodes => episodes.map(t => sum(t.rewards));
 const groups = episodes => episodes.map(t => t.group);
+const logRatios = ({logp, ref, old}) => logp.map((x, i) => x - (ref || old)[i]);  // of dpo.py
 const splitLike = (values, episodes, start = 0) => episodes.map(t => values.slice(start, start += t.rewards.length));
 const peersByTurn = episodes => episodes.flatMap(t => t.rewards.map((_, k) => `${k} ${t.group}`));
 const ownersOfTurns = episodes => episodes.flatMap(t => t.rewards.map(() => t.group));
@@ -147,19 +149,15 @@ function pairWeights(episodes, name, o) {  // dpo.py, of the best and the worst 
   const pairs = members(groups(episodes)).map(group => [...group].sort((a, b) => rewards[b] - rewards[a]))
     .map(group => [group[0], group.at(-1)]).filter(([best, worst]) => rewards[best] > rewards[worst]);
   for (const [best, worst] of pairs) {
-    const loss = (up, down) => pairLoss(name, episodes[best], episodes[worst], up, down, o);
+    const [c, r] = [best, worst].map(e => sum(logRatios(episodes[e]))), {logp} = episodes[best], n = logp.length;
+    const m = episodes[worst].logp.length, loss = (up, down) => PAIR_LOSSES[name]({c: c + up, r: r + down,
+      cm: (c + up) / n, rm: (r + down) / m}, o.beta) - (o.sft_coef || 0) * (sum(logp) + up) / n;
     const h = 1e-4, slope = (up, down) => (loss(up, down) - loss(-up, -down)) / (2 * h) / pairs.length;
-    ofEpisode[best] = {advantage: 1, loss: loss(0, 0), weight: slope(h, 0)};
-    ofEpisode[worst] = {advantage: -1, loss: loss(0, 0), weight: slope(0, h)};
+    const known = {chosen: c, rejected: r, chosen_mean: c / n, rejected_mean: r / m, nll: -mean(logp)};
+    ofEpisode[best] = {...known, loss: loss(0, 0), advantage: 1, weight: slope(h, 0)};
+    ofEpisode[worst] = {...known, loss: loss(0, 0), advantage: -1, weight: slope(0, h)};
   }
   return episodes.map(({logp}, e) => columns(logp.map(() => ofEpisode[e])));  // all have one slope
-}
-
-function pairLoss(name, chosen, rejected, up, down, o) {  // up, down: added to their log-probs
-  const logRatio = t => sum(t.logp.map((x, i) => x - (t.ref || t.old)[i])), n = chosen.logp.length;
-  const c = logRatio(chosen) + up, r = logRatio(rejected) + down;
-  return PAIR_LOSSES[name]({c, r, cm: c / n, rm: r / rejected.logp.length}, o.beta)
-    - (o.sft_coef || 0) * (sum(chosen.logp) + up) / n;
 }
 
 // The 95 % interval of a difference of two shares, from theirs: Newcombe 1998, method 10.
@@ -300,7 +298,7 @@ function drawRun() {
   put("facts", [held && `${held} held-out tasks`, `${steps.length} steps`, seconds && `${Math.round(seconds)} s`,
     ...Object.entries(changed).map(([flag, value]) => `--${flag} ${value}`)].filter(Boolean).join(" · "));
   put("result", best && [h("span", {title: metricTitle(best)}, best), outcome(run, best)]);
-  put("runs", DATA.runs.map((r, i) => h("option", {value: i, selected: r === run}, r.name))).hidden = DATA.runs.length < 2;
+  put("runs", DATA.runs.map((r, i) => h("option", {value: i, selected: r === run}, r.name))).hidden = !DATA.runs[1];
   put("flags", Object.entries(flags).map(([k, value]) => h("div", {}, h("dt", {}, k), h("dd", {}, String(value)))));
 }
 
@@ -333,7 +331,7 @@ function drawGroup() {
   const largest = largestOf(advantages.map(a => a ?? 0));
   put("task", group.task);
   put("statistics", statistics(group), group.chosen ? " · implicit rewards "
-    + (group.implicit_reward || []).map(number).join(" and ") : ` · ${episodes.length} episodes`);
+    + (group.implicit_reward || []).map(number).join(" and ") : ` · episodes: ${episodes.length}`);
   put("silence", `This group teaches nothing: ${group.silent}.`).hidden = !group.silent;
   put("rows", episodes.map((episode, e) => h("div.row", {"aria-current": e === state.episode,
     onclick: () => show({episode: e, token: null, pinned: false})},
@@ -455,16 +453,17 @@ function drawToken() {
 function drawEquation(episode, n, i) {
   const o = state.whatIf || settingsOf(theRun()), row = asked.get(episode), [family, name] = o.loss.split(":");
   if ((find("equation").hidden = i < 0 || !row || isHidden(episode))) return;
-  const A = row.advantage[i], values = {A, w: A, r: row.ratio[i], logp: n.new[i], e_low: o.clip_eps_low,
-    e_high: o.clip_eps_high, kl_coef: o.kl_coef, KL: row.kl[i], beta: o.beta,
-    tau: A > 0 ? 1 : 1.05, k: A < 0 ? 3 : 2, lambda: A < 0 ? 2 : 3};
+  const token = Object.fromEntries(COLUMNS.map(column => [column, row[column][i]])), A = token.advantage;
+  const values = {...o, ...token, A, w: A, r: token.ratio, KL: token.kl, logp: n.new[i], e_low: o.clip_eps_low,
+    e_high: o.clip_eps_high, tau: A > 0 ? 1 : 1.05, k: A < 0 ? 3 : 2, lambda: A < 0 ? 2 : 3};
+  const filled = x => x < 0 ? `(${number(x)})` : number(x);
   const formula = (find("whatif").querySelector(`[value="${o.loss}"]`)?.closest("[data-formula]").dataset.formula ?? "")
-    + (o.kl_coef && LOSSES[family] ? " + kl_coef · KL" : "");
+    + (o.kl_coef && LOSSES[family] ? " + kl_coef · KL" : o.sft_coef && family === "dpo" ? " + sft_coef · nll" : "");
   put("loss", `${state.whatIf ? "What if: " : ""}${name || family}`);
   put("formula", formula);
   put("filled", "= ", formula.split(/([A-Za-z_]+)/).map(word => word in values
-    ? h("b", {title: word}, number(values[word])) : word), " = ", h("b.sum", {}, number(row.loss[i])));
-  put("slope", number(row.weight[i]), row.clipped[i] ? ": the clip stops it" : "");
+    ? h("b", {title: word}, filled(values[word])) : word), " = ", h("b.sum", {}, number(token.loss)));
+  put("slope", number(token.weight), token.clipped ? ": the clip stops it" : "");
   const source = (theRun().equations || []).find(({loss}) => loss === (name || family));
   put("source", source && `${source.file}:${source.line}  ${source.code}`);
 }
@@ -513,6 +512,7 @@ function computeWhatIf() {
 }
 
 function fillForm(values) {
+  find("whatif").dataset.family = values.loss.split(":")[0];
   for (const input of find("whatif")) if (input.name in values) input.value = values[input.name];
   every("output").forEach(node => put(node, number(Number(find("whatif")[node.htmlFor.value].value))));
 }
@@ -634,7 +634,7 @@ function openStep(run, step) {
 
 // --------------------------------------------------------------------------------- runs and keys
 function drawCompare() {
-  const {runs} = DATA, [first, ...others] = runs, text = (run, flag) => String(run.flags?.[flag]);
+  const {runs} = DATA, [first, ...others] = runs, text = (run, flag) => String(run.flags?.[flag] ?? "–");
   const row = (title, cell) => h("tr", {}, h("th", {}, title), runs.map(run => h("td", {}, cell(run))));
   const counted = run => run.after?.success_interval, differ = Object.keys(first.flags || {}).filter(flag =>
     flag !== "output_dir" && others.some(run => text(run, flag) !== text(first, flag)));

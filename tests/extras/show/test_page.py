@@ -495,6 +495,9 @@ def test_pairs_of_dpo_stand_side_by_side(opened):
     assert "margin 0.25" in page.text("#statistics") and "−0.05" in page.text("#statistics")
     page.hover("#episode .talk:nth-child(2) .tok.trained")
     assert page.text("#loss") == "sigmoid" and page.js("return state.episode") == 1
+    shown = {b.get_attribute("title"): float(b.text.strip("()").replace("−", "-")) for b in page.all("#filled b[title]")}
+    loss = math.log1p(math.exp(-shown["beta"] * (shown["chosen"] - shown["rejected"]))) + shown["sft_coef"] * shown["nll"]
+    assert float(page.text("#filled .sum")) == pytest.approx(loss, rel=0.02) and page.js("return [...find('whatif').querySelectorAll('.grpo')].every(x => !x.checkVisibility())")
 
 
 def test_a_run_without_advantages_groups_or_a_mirror_is_shown(opened):
