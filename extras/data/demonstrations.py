@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
+from itertools import filterfalse
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -91,9 +92,10 @@ def messages_in(row: dict, env: type | None) -> list[dict]:
     # In a table of several forms the columns of the others are null.
     given = {name for name in row if row[name] is not None}
     need_text_row(row)
-    labels = {truth(row.get(name)) for name in ("label", "kto_tag")}
-    if given & CONVERSATIONS and 0 in labels:
-        raise ValueError('"label" is false: a bad answer is not imitated; leave such rows out')
+    for name in given & {"label", "kto_tag"}:
+        if given & CONVERSATIONS and truth(row[name]) == 0:
+            raise ValueError(f'"{name}" is false: a bad answer is not imitated; leave such rows '
+                             "out")
     for name in ("messages", "conversations"):
         if name in given:
             return as_messages(row[name], name)
@@ -160,16 +162,18 @@ class Encoder:
 
     @cached_property
     def stop_ids(self) -> frozenset:
-        """The tokens that end a text. One without a chat template has the end-of-text token."""
-        with suppress(ValueError):
-            return self.chat("[]").stop_ids
-        return frozenset({self.tokenizer.eos_token_id} - {None})
+        """The tokens that end a text: of a turn and of a text, with which Qwen pads."""
+        ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+        with suppress(ValueError):  # there may be no chat template
+            ends |= self.chat("[]").stop_ids
+        return frozenset(ends)
 
     def __call__(self, conversation: Conversation) -> Trajectory:
         """Return a conversation as an episode. UserError: `FILE:LINE: what is wrong`."""
         messages, row, place = conversation
         with reading(place):
-            system = row.get("system") or row.get("system_prompt") or self.system_prompt
+            given = [row.get("system"), row.get("system_prompt"), self.system_prompt]
+            system = next(filterfalse(is_empty, given), None)
             if messages[0].get("role") == TEXT:
                 token_ids, loss_mask = self.plain_text(messages[0]["content"])
             else:

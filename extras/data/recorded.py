@@ -17,8 +17,8 @@ THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 OTHER_THOUGHTS = ("reasoning_details", "thinking_blocks", "thought")  # of APIs, beside one of these
 # A message is learned unless one of these is false. OpenAI calls the field "weight".
 LOSS_FIELDS = ("loss", "weight", "trainable")
-# Of what other trainers have in its place some say what is learned, and some what is not.
-UNREAD_FIELDS = ("train", "training", "mask", "masked", "loss_mask", "loss_scale", "loss_weight")
+# Words in names of other fields of that kind. Some say what is learned, and some what is not.
+LOSS_WORDS = {"train", "training", "trained", "trainable", "mask", "masked", "loss", "learn"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are OpenAI's newer names
 NO_THOUGHT = "<think></think>"  # before an answer, so that it is read as nothing else
 # The role of a message -> the roles that may come next, and how an error names the place.
@@ -170,8 +170,8 @@ def _read_message(message, chat):
 
     The thought is that of a field. One that the text begins with stays there.
     """
-    for name in UNREAD_FIELDS:
-        if message.get(name) is not None:
+    for name in message.keys() - LOSS_FIELDS:
+        if message[name] is not None and not LOSS_WORDS.isdisjoint(name.lower().split("_")):
             raise ValueError(f'"{name}" is not read; "loss": 0 keeps a message from being learned')
     need_text_alone(message)
     is_assistant = message["role"] == "assistant"

@@ -49,14 +49,17 @@ STRICT = {"object_pairs_hook": unique, "parse_float": finite, "parse_constant": 
 
 
 # -------------------------------------------------------------------------------- what a field says
-TRUTH = (dict.fromkeys(("false", "no", "off", "n", "f", "0", "0.0"), 0)
-         | dict.fromkeys(("true", "yes", "on", "y", "t", "1", "1.0"), 1))
+TRUTH = (dict.fromkeys(("false", "no", "off", "n", "f", 0.0), 0)
+         | dict.fromkeys(("true", "yes", "on", "y", "t", 1.0), 1))
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def truth(value) -> int | None:
     """Return 1 or 0 for a truth value in any spelling, such as 0.0 or "No", else None."""
-    return TRUTH.get(str(value).strip().lower())
+    text = str(value).strip().lower()
+    with suppress(ValueError):
+        return TRUTH.get(float(text))
+    return TRUTH.get(text)
 
 
 def is_empty(value) -> bool:

@@ -183,7 +183,7 @@ def test_a_message_is_trained_unless_one_of_its_fields_is_false(chat):
         with pytest.raises(ValueError, match=f'^message 2: "{name}": True: need 0 or 1, and 1 only on assistant messages'):
             recorded_ids(chat, [*talk[:2], {**ASK, name: True}, ANSWER])
     assert recorded_ids(chat, [ASK, {**talk[1], "loss": 1, "trainable": False}, ASK, ANSWER]) == wanted
-    for name in ("mask", "masked", "loss_mask", "train", "training", "loss_weight", "loss_scale"):
+    for name in ("mask", "masked", "loss_mask", "train", "training", "loss_weight", "loss_scale", "no_loss", "train_detail", "is_masked", "learn"):
         for value in (True, False, 0, "User"):
             with pytest.raises(ValueError, match=f'^message 1: "{name}" is not read; "loss": 0 keeps a message from being learned'):
                 recorded_ids(chat, [ASK, {**talk[1], name: value}, ASK, ANSWER])
@@ -621,8 +621,8 @@ TOOLS_FORM = '"tools" must be a list of {"type": "function", "function": {"name"
     ({"prompt": "a", "completion": "b", "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # KTO's rows
     ({"prompt": "a", "completion": "b", "label": "False"}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # in .csv
     ({"messages": [ASK, ANSWER], "label": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),  # ms-swift's and LLaMA-Factory's, which were learned
-    ({"messages": [ASK, ANSWER], "label": None, "kto_tag": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),
-    ({"instruction": "a", "output": "b", "kto_tag": False}, '"label" is false: a bad answer is not imitated; leave such rows out'),
+    ({"messages": [ASK, ANSWER], "label": None, "kto_tag": False}, '"kto_tag" is false: a bad answer is not imitated; leave such rows out'),
+    ({"instruction": "a", "output": "b", "kto_tag": False}, '"kto_tag" is false: a bad answer is not imitated; leave such rows out'),
     ({"instruction": "And in Lyon?", "output": "Rain", "history": [["In Paris?", "Sun"]]}, '"history" is not read; give the conversation as "messages"'),
     ({"completion": "x", "input": "q"}, 'no "prompt" field; has: completion, input'),
     ({"messages": [ASK, {**ANSWER, "train": False}]}, 'message 1: "train" is not read; "loss": 0 keeps a message from being learned'),
@@ -690,7 +690,7 @@ def test_a_message_with_a_picture_is_refused(tokenizer, tmp_path):
         assert str(caught.value) == f'{path}:1: "images" is not read, only text is; leave such rows out'
 
 
-@pytest.mark.parametrize("label, is_bad", [(label, True) for label in (False, 0, 0.0, "false", "False", "FALSE", "0", "0.0", "no", "No", " n ", "off")]
+@pytest.mark.parametrize("label, is_bad", [(label, True) for label in (False, 0, 0.0, "false", "False", "FALSE", "0", "0.0", "0.00", "no", "No", " n ", "off")]
                          + [(label, False) for label in (True, 1, 1.0, "true", "1", "yes", "sports", "", 2, None, "none")])
 def test_bad_answers_of_kto_are_refused_however_their_label_is_written(tokenizer, tmp_path, label, is_bad):
     for name in ("label", "kto_tag"):
@@ -698,7 +698,7 @@ def test_bad_answers_of_kto_are_refused_however_their_label_is_written(tokenizer
         (tmp_path / "rows.csv").write_text(f"prompt,completion,{name}\na,b,{'' if label is None else label}\n")
         for path in (*paths, str(tmp_path / "rows.csv")):
             if is_bad:
-                with pytest.raises(UserError, match=':[12]: "label" is false: a bad answer is not imitated; leave such rows out'):
+                with pytest.raises(UserError, match=f':[12]: "{name}" is false: a bad answer is not imitated; leave such rows out'):
                     read(path, tokenizer)
             else:
                 assert len(read(path, tokenizer)) == 1
@@ -1093,7 +1093,7 @@ def test_of_a_text_every_token_is_learned_and_no_template_is_used(name, tmp_path
 
 
 @pytest.mark.parametrize("after", ["", "\n", "\n\n", " \n\t", "\r\n"])
-@pytest.mark.parametrize("name, stop", [("tiny", "<|im_end|>"), ("qwen3", "<|im_end|>"), ("llama3_2", "<|eot_id|>"), ("gemma3", "<end_of_turn>")])
+@pytest.mark.parametrize("name, stop", [("tiny", "<|im_end|>"), ("qwen3", "<|im_end|>"), ("qwen3", "<|endoftext|>"), ("llama3_2", "<|eot_id|>"), ("gemma3", "<end_of_turn>")])
 def test_a_text_that_ends_in_a_stop_gets_no_second_one(name, stop, after, tmp_path):
     """Templates write a newline after it. A second stop token was trained after that."""
     tokenizer = make_tiny()[1] if name == "tiny" else real(name)

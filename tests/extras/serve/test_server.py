@@ -469,6 +469,16 @@ def test_a_turn_that_comes_back_with_its_thought_has_the_ids_that_were_sampled(n
     assert served_by.prompt_of(chat, messages) == chat.prompt(HELLO) + turn + expected
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "nemotron_3_super"])
+def test_a_history_keeps_a_thought_and_an_answer_that_names_its_tag(name):
+    chat = Chat(real(name), [])
+    turn = {"role": "assistant", "content": "The tag </think> closes a thought.", "reasoning_content": "They ask about a tag."}
+    shown = chat.text(served_by.prompt_of(chat, [*HELLO, turn, *HELLO]))
+    assert all(shown.count(text) == 1 for text in (turn["content"], turn["reasoning_content"])), shown
+    with pytest.raises(ValueError, match="reasoning_content must be text or text parts, got bool"):
+        served_by.prompt_of(chat, [*HELLO, {**turn, "reasoning_content": True}, *HELLO])
+
+
 # ---------------------------------------------------------------------------------------------------------- errors
 def called(*ids):
     return {"role": "assistant", "tool_calls": [{"id": i, "function": {"name": "add", "arguments": "{}"}} for i in ids]}
