@@ -326,7 +326,9 @@ function drawStep() {
 }
 
 function drawGroup() {
-  const group = theGroup(), {episodes} = group, [low, high] = rewardRange([group]);
+  const group = theGroup(), {episodes} = group, added = state.whatIf?.reward_added ?? 0;
+  const rewards = episodes.map((e, i) => (e.reward ?? 0) + (i === state.episode ? added : 0));
+  const [low, high, middle] = [Math.min(0, ...rewards), Math.max(0, ...rewards), group.chosen ? null : mean(rewards)];
   const advantages = episodes.map(e => state.whatIf && asked.get(e) ? mean(asked.get(e).advantage) : e.advantage);
   const largest = largestOf(advantages.map(a => a ?? 0));
   put("task", group.task);
@@ -335,7 +337,7 @@ function drawGroup() {
   put("silence", `This group teaches nothing: ${group.silent}.`).hidden = !group.silent;
   put("rows", episodes.map((episode, e) => h("div.row", {"aria-current": e === state.episode,
     onclick: () => show({episode: e, token: null, pinned: false})},
-  h("div.reward", {}, h("b", {}, number(episode.reward)), bar(episode.reward ?? 0, low, high, group.mean)),
+  h("div.reward", {}, h("b", {}, number(rewards[e])), bar(rewards[e], low, high, middle)),
   h("canvas.strip"),
   h("div.advantage", {}, isHidden(episode)
     ? h("button.guess", {title: "Predict it, then click.", onclick: () => reveal([episode])}, "?")
@@ -440,8 +442,7 @@ function drawToken() {
   find("token").className = t == null ? "empty" : i < 0 ? "context" : "";
   if (t == null) return;
   put("text", episode.tokens[t].replaceAll("\n", "↵"));
-  const {role} = episode.turns.find(({end}) => t < end);
-  put("place", `${role}, ${t + 1} of ${episode.tokens.length}, id ${episode.ids[t]}`);
+  put("place", `${episode.turns.find(({end}) => t < end).role}, token ${t}, id ${episode.ids[t]}`);
   for (const node of every("[data-fact]")) {
     const name = node.dataset.fact;
     put(node, number(n[name]?.[i])).parentNode.hidden = n[name]?.[i] == null || tells(name) && isHidden(episode);
@@ -456,13 +457,12 @@ function drawEquation(episode, n, i) {
   const token = Object.fromEntries(COLUMNS.map(column => [column, row[column][i]])), A = token.advantage;
   const values = {...o, ...token, A, w: A, r: token.ratio, KL: token.kl, logp: n.new[i], e_low: o.clip_eps_low,
     e_high: o.clip_eps_high, tau: A > 0 ? 1 : 1.05, k: A < 0 ? 3 : 2, lambda: A < 0 ? 2 : 3};
-  const filled = x => x < 0 ? `(${number(x)})` : number(x);
   const formula = (find("whatif").querySelector(`[value="${o.loss}"]`)?.closest("[data-formula]").dataset.formula ?? "")
     + (o.kl_coef && LOSSES[family] ? " + kl_coef · KL" : o.sft_coef && family === "dpo" ? " + sft_coef · nll" : "");
   put("loss", `${state.whatIf ? "What if: " : ""}${name || family}`);
   put("formula", formula);
   put("filled", "= ", formula.split(/([A-Za-z_]+)/).map(word => word in values
-    ? h("b", {title: word}, filled(values[word])) : word), " = ", h("b.sum", {}, number(token.loss)));
+    ? h("b", {title: word}, number(values[word]).replace(/^−.*/, "($&)")) : word), " = ", h("b.sum", {}, number(token.loss)));
   put("slope", number(token.weight), token.clipped ? ": the clip stops it" : "");
   const source = (theRun().equations || []).find(({loss}) => loss === (name || family));
   put("source", source && `${source.file}:${source.line}  ${source.code}`);

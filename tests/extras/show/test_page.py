@@ -399,7 +399,11 @@ def test_what_if_recolours_and_counts_what_two_losses_disagree_on(opened):
     assert int(re.search(r"disagree on (\d+)", page.text("#outcome"))[1]) > 0 and page.all(".tok.differs, .tok.clipped")
     page.click("#whatif button")
     assert page.text("#outcome") == ""
+    mean = page.js("return document.querySelector('.reward em').style.left")
     page.set("[name=reward_added]", -8)
+    reward = float(page.text(".row .reward").replace("−", "-"))
+    assert reward == sum(page.js("return theEpisode().turn_rewards")) - 8 and page.js("return document.querySelector('.reward em').style.left") != mean
+    assert float(page.text(".row .advantage").replace("−", "-")) < 0  # the best of the group is now its worst
     assert int(re.search(r"disagree on (\d+)", page.text("#outcome"))[1]) > 0
     for loss in page.js("return [...document.querySelectorAll('[name=loss] option')].map(o => o.value)"):
         page.set("[name=loss]", loss)
