@@ -320,7 +320,7 @@ def playable(trajectories: list[Trajectory], max_tokens: int, or_raise=True) -> 
 
 def play_all(engine, agents: dict, limits: Limits, run=None):
     """Play the episodes of the agents (row -> agent) to their ends. `run.check` may end it."""
-    with episode_bar(agents, limits, run) as show_progress:
+    with episode_bar(agents, limits, run, engine) as show_progress:
         try:
             for _ in play_turns(engine, agents):
                 show_progress()

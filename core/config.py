@@ -40,7 +40,7 @@ UNPRINTABLE = re.compile(
 
 
 @contextmanager
-def episode_bar(agents, limits, run=None):
+def episode_bar(agents, limits, run=None, engine=None):
     """Yield a function that a rollout calls after every decode step: extras/show draws a bar."""
     yield lambda: None
 

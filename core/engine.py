@@ -92,7 +92,7 @@ class Engine:
         The decoder gives hidden states, decoder(ids, cache), and logits, decoder.head(hidden).
         `cache` is the class of the cache. `draw` samples as `sample` does.
         """
-        self.device = model.device
+        self.model, self.device = model, model.device
         self.stop_ids = frozenset(stop_ids)
         self.draw = partial(draw, **sampling)
         self.cache = (cache or RowCache)(slots, model.device)

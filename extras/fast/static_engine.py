@@ -39,7 +39,6 @@ class StaticEngine(Engine):
 
     def __init__(self, model, *, tokens: int = 0, slots: int = 64, **options):
         super().__init__(model, slots=slots_that_fit(model, tokens, slots), **options)
-        self.model = model
         self.slots = len(self.owner)
         # A row that keeps states cannot go back to any of its tokens.
         self.keeps_states = hasattr(self.cache, "states")

@@ -6,10 +6,12 @@ import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 from tqdm import tqdm
 
 from core.config import BARS, NO_BAR, say_once
+from core.engine import Engine
 from extras.background import in_thread
 
 REDRAWN = 0.5  # seconds between two drawings of a bar
@@ -109,12 +111,12 @@ BARS.append(Bar)
 
 
 @contextmanager
-def episode_bar(agents, limits, run=None):
+def episode_bar(agents, limits, run=None, engine=None):
     """Override core.config.episode_bar: show a bar of these episodes (row -> agent), and notes."""
     if run and not (run.played or run.checkpoint):
         print(f"playing {len(agents)} episodes: at most {limits.max_tokens} tokens each, "
               f"{limits.max_new_tokens} a turn")
-    with EpisodeBar(agents, limits) as bar:
+    with EpisodeBar(agents, limits, engine) as bar:
         yield bar.step
     note_limits([agent.trajectory for agent in agents.values()], limits)
 
@@ -138,15 +140,29 @@ class EpisodeBar(Bar):
     drawn = "{desc}: {n_fmt}/{total_fmt}|{bar}| {tokens:,} tokens{eta}"
     line = "{desc}: {n_fmt}/{total_fmt}, {tokens:,} tokens{eta}"
 
-    def __init__(self, episodes, limits):
+    def __init__(self, episodes, limits, engine=None):
         self.episodes, self.limits = episodes, limits
         self.decodes_at = 0  # the seconds when the prompts had been read
-        self.read, self.read_at, self.begun = 0, 0, 0  # tokens of prompts
+        self.read = self.begun = 0  # tokens of prompts: before this forward pass, and with it
+        self.share = 0  # of the layers of this pass
+        self.cache = None
+        if isinstance(engine, Engine):  # another one has its prompts read elsewhere
+            self.cache = engine.cache
+            layers = engine.model.config.get_text_config().num_hidden_layers
+            self.cache.update = partial(self.update_cache, self.cache.update, layers)
         super().__init__(what="episodes", total=len(episodes), disable=NO_BAR, delay=0)
+
+    def update_cache(self, update, layers, key, value, layer, *rest, **options):
+        """Stand for the cache's `update` until the prompts are read: each layer calls it once."""
+        self.share = layer / layers
+        return update(key, value, layer, *rest, **options)
 
     def step(self):
         """Called after every decode step. The first one has read the prompts, too."""
-        self.decodes_at = self.decodes_at or self.elapsed
+        if not self.decodes_at:
+            self.decodes_at = self.elapsed
+            if self.cache:
+                del self.cache.update
 
     @property
     def format_dict(self):
@@ -182,8 +198,9 @@ class EpisodeBar(Bar):
         total, begun = sum(tokens.values()), sum(begun.values())
         if begun > self.begun:
             # A forward pass has begun: those before it are done.
-            self.read, self.read_at, self.begun = self.begun, self.elapsed, begun
-        words = f", prompts {self.read:,} of {total:,}, {duration(self.elapsed)}"
-        if self.read:
-            words += f", about {self.left(self.read, total, self.read_at)} left"
-        return words
+            self.read, self.begun, self.share = self.begun, begun, 0
+        read = round(self.read + self.share * (self.begun - self.read))
+        left = duration(self.elapsed)
+        if read:
+            left = f"about {self.left(read, total, self.elapsed)} left"
+        return f", prompts {read:,} of {total:,}, {left}"

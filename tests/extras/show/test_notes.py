@@ -25,11 +25,12 @@ from core.run import headline
 from extras.show import bars
 from extras.show import notes
 from core.config import options, progress
-from layers import Run
+from layers import Run, make_engine
 from extras.stop import Stop
 from extras.exact.process import Signals
+from core.engine import Row
 from core.tiny import make_tiny
-from layers import Run
+from layers import Run, make_engine
 
 SMALL = ["--env", "equations", "--lora_r", 2, "--dtype", "float32", "--max_tokens", 256, "--max_new_tokens", 16, "--max_turns", 2, "--eval_tasks", 3]
 STEPS = ["--max_steps", 2, "--tasks_per_step", 2, "--group_size", 2]
@@ -123,13 +124,31 @@ def test_the_bar_counts_the_prompts_until_a_token_is_sampled(monkeypatch):
     with bars.EpisodeBar(dict(zip(rows, map(episode, (30, 30, 70, 70)))), SimpleNamespace(max_tokens=1000, max_new_tokens=100)) as bar:
         assert bar.format_dict["eta"] == ", prompts 0 of 100, 0.0 s"
         rows[0].length = 30  # a pass has begun, and none is done
-        assert ", prompts 0 of 100," in bar.format_dict["eta"] and "left" not in bar.format_dict["eta"]
+        assert bar.format_dict["eta"] == ", prompts 0 of 100, 0.0 s"
         bar.start_t -= 12
         rows[2].length = 70  # 30 tokens were read in 12 seconds: 70 take 28
-        assert re.fullmatch(", prompts 30 of 100, 12.0 s, about (28.0|27.9) s left", bar.format_dict["eta"])
+        assert re.fullmatch(", prompts 30 of 100, about 28.[01] s left", bar.format_dict["eta"])
+        bar.share = 0.5  # of the layers
+        assert ", prompts 65 of 100, about 6.5 s left" == bar.format_dict["eta"]
         bar.step()
         rows[0].turn, bar.start_t = [1], bar.start_t - 1  # a token a second, of 4 x 400: the 12 seconds before do not count
         assert ", at most 27 min left" == bar.format_dict["eta"] and bar.format_dict["tokens"] == 1
+
+
+def test_the_layers_of_a_pass_over_prompts_are_counted():
+    """On a CPU the first pass alone may take a minute."""
+    model, _ = make_tiny()
+    layers, counted = model.config.num_hidden_layers, []
+    engine = make_engine(model, tokens=32, slots=2, stop_ids={2})
+    with bars.EpisodeBar({}, SimpleNamespace(max_tokens=32, max_new_tokens=4), engine) as bar:
+        engine.add([Row([5, 6, 7], limit=4)])
+        update = engine.cache.update
+        engine.cache.update = lambda *args, **options: (update(*args, **options), counted.append(bar.share))[0]
+        engine.step()
+        assert counted[:layers] == [n / layers for n in range(layers)]
+        bar.step()
+        assert "update" not in vars(engine.cache)  # decode steps are not slowed down
+    assert bars.EpisodeBar({}, SimpleNamespace(max_tokens=32, max_new_tokens=4), object()).cache is None
 
 
 def test_every_pass_has_lines_where_there_is_no_terminal(monkeypatch, capfd):
