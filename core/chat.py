@@ -138,10 +138,10 @@ class Chat:
         return ids[1:] if sampled_stop == self.answer_stop_id else ids
 
     def text(self, ids: list[int]) -> str:
-        """Return what the model wrote, control tokens spelled out, without the stop token."""
+        """Return what the model wrote, control tokens spelled out, without what ends an answer."""
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
-        return self._template.decode(ids)
+        return self._template.decode(ids).removesuffix(self._before_stop)
 
     def _message(self, role, content, calls=(), **fields):
         message = {"role": role, "content": content, **fields}
@@ -193,8 +193,8 @@ class Chat:
         opened = template.controls(before)
         self._first_user = (opened[-1], opened.count(opened[-1])) if opened else None
         called = self._called(*two_calls) if self.native_tools else answered
-        self.answer_stop_id, self._answer_end = self._end_of_turn(answered)
-        self.call_stop_id, self._call_end = self._end_of_turn(called)
+        self.answer_stop_id, self._answer_end, self._before_stop = self._end_of_turn(answered)
+        self.call_stop_id, self._call_end, _ = self._end_of_turn(called)
 
     def _is_read(self, dummy):
         """True if the parser reads the call of dummy[1] as the template writes it."""
@@ -205,9 +205,10 @@ class Chat:
         return len(parse_tool_calls(rendering[len(prompt) :])[1]) == 1
 
     def _end_of_turn(self, dummy):
-        """Return the stop id of the assistant turn dummy[1], and where it ends in a rendering.
+        """Return the stop id of the assistant turn dummy[1], where it ends, and the text before it.
 
-        That is the last token of the turn in history, and how often it was written up to there.
+        It ends in a rendering at the last token of the turn in history, as often as that was
+        written up to there. The text is what the template writes between an answer and its stop.
         """
         template = self._template
         *before, after = TURN_TEXT.split(template.render(dummy))
@@ -225,7 +226,8 @@ class Chat:
         both = os.path.commonprefix([alone, followed])
         stop = (both or alone or followed[:1])[-1]
         cut = stop if stop in followed else followed[0]
-        return stop, (cut, template.controls(" ".join(before)).count(cut) + 1)
+        end = cut, template.controls(" ".join(before)).count(cut) + 1
+        return stop, end, (after_alone + after).partition(template.decode([stop]))[0]
 
     def _turn_starts(self):
         """Return the control tokens that open an assistant message or the message after it."""

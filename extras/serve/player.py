@@ -13,9 +13,11 @@ from functools import partial
 from core.engine import Engine, Row
 from core.data import members
 from core.model import read_settings
+from extras.serve.calls import closing_of, whole_calls
 from lora import adapt, adapted_linears, merged
 
 SLOTS = 64  # rows that decode at once
+TAIL = 32  # tokens, in which a closing tag stands
 SAMPLING = {"temperature", "top_k", "top_p"}  # in which rows of one batch may differ
 
 
@@ -27,6 +29,7 @@ class Choice(Row):
         chat: the Chat that reads its tokens.
         weights: the adapter that plays it, one of the values of `Player.adapters`.
         stop_ids: the ids that end it, instead of the engine's.
+        closing: what ends a turn that was made to call a tool, or "". It ends as it has a call.
         done: a Future that is done with the turn. It may raise.
     """
 
@@ -39,6 +42,8 @@ class Choice(Row):
         self.stops = body.stop
         if isinstance(body.stop, str):
             self.stops = [body.stop]
+        self.closing = closing_of(chat) if self.forced else ""
+        self.has_call = False
         self.sampling = body.model_dump(include=SAMPLING, exclude_defaults=True)
         self.done = Future()
 
@@ -47,6 +52,10 @@ class Choice(Row):
         # Not each time, because all of the text is read.
         if self.stops and len(self.turn) % 8 == 0 and self.read()[1]:
             self.state = "ended"
+        if self.closing and self.chat.text(self.turn[-TAIL:]).rstrip().endswith(self.closing):
+            self.has_call = bool(whole_calls(self.chat.text(self.turn), self.chat.tools))
+            if self.has_call:
+                self.state = "ended"
 
     def read(self):
         """Return the text without what ended it, and why it ended, None if it has not."""
@@ -55,7 +64,7 @@ class Choice(Row):
         text, reason = self.chat.text(self.turn), None
         if has_ended:
             reason = "stop"
-            if self.turn[-1] not in self.stop_ids:
+            if self.turn[-1] not in self.stop_ids and not self.has_call:
                 reason = "length"
         for stop in self.stops:
             if stop in text:

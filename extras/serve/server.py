@@ -30,6 +30,7 @@ from core.tool_calls import parse_tool_calls
 from envs.answers import answer_of
 from extras.background import promised
 from extras.data.recorded import recorded_ids, split_thought
+from extras.serve.calls import whole_calls
 from extras.serve.player import Choice, Player
 from extras.serve.settings import LOCAL
 
@@ -282,12 +283,16 @@ def message_of(choice):
     """Return what a turn thinks, says and calls, and why it ended, None if it has not."""
     text, reason = choice.read()
     chat, calls = choice.chat, []
-    # A call that was cut would lack arguments.
-    if chat.tools and reason == "stop":
+    if chat.tools and reason:
         content, calls, _ = parse_tool_calls(text, chat.tools)
+        # A call that was cut would lack arguments.
+        if reason == "length":
+            calls = whole_calls(text, chat.tools)
         if calls:
             text = content
     thought, said = split_thought(chat.opened_thought + text)
+    # Some templates begin an answer with one.
+    said = said.lstrip("\n")
     if chat.tools:
         # As `parse_tool_calls` strips the text before a call, which may still come.
         said = said.lstrip()
