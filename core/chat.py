@@ -19,8 +19,7 @@ from core.data import without_surrogates
 from core.tool_calls import parse_tool_calls
 
 # Words that no template contains. Where they come out tells what a template does with a text.
-SENTINELS = "zqazq zqbzq zqczq zqdzq zqezq zqfzq zqgzq"
-USER, REPLY, ANSWER, ARG, RESULT, ABOUT, THOUGHT = SENTINELS.split()
+USER, REPLY, ANSWER, ARG, RESULT, ABOUT, THOUGHT = (f"zq{letter}zq" for letter in "abcdefg")
 TURN_TEXT = re.compile(f"{ANSWER}|{ARG}")  # of an assistant turn
 PROBE_TOOL = {"type": "function", "function": {
     "name": ABOUT, "description": "x", "parameters": {
@@ -207,8 +206,8 @@ class Chat:
     def _end_of_turn(self, dummy):
         """Return the stop id of the assistant turn dummy[1], where it ends, and the text before it.
 
-        It ends in a rendering at the last token of the turn in history, as often as that was
-        written up to there. The text is what the template writes between an answer and its stop.
+        It ends at its last token in history, counted from the beginning of the rendering. The text
+        is what the template writes between an answer and its stop.
         """
         template = self._template
         *before, after = TURN_TEXT.split(template.render(dummy))
@@ -226,8 +225,8 @@ class Chat:
         both = os.path.commonprefix([alone, followed])
         stop = (both or alone or followed[:1])[-1]
         cut = stop if stop in followed else followed[0]
-        end = cut, template.controls(" ".join(before)).count(cut) + 1
-        return stop, end, (after_alone + after).partition(template.decode([stop]))[0]
+        text = (after_alone + after).partition(template.decode([stop]))[0]
+        return stop, (cut, template.controls(" ".join(before)).count(cut) + 1), text
 
     def _turn_starts(self):
         """Return the control tokens that open an assistant message or the message after it."""

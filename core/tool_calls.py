@@ -1,14 +1,12 @@
 """Read the tool calls in a text that a model wrote, in Hermes's form or as bare JSON.
 
-`parse_tool_calls` never raises. What cannot be read becomes a short error for the model to see, and
-a good call counts even if it stands beside a bad one. What stands inside a call is never another
-call, whether it can be read or not. It works on decoded text, so a tag spelled with ordinary tokens
-means the same as the added token. Other markups are added to four tables.
+`parse_tool_calls` never raises. What cannot be read becomes a short error for the model to see. A
+good call beside a bad one counts, and one inside another never does. It works on decoded text, so a
+tag spelled with ordinary tokens means the same as the added token. Other markups are added to four
+tables.
 """
 import json
 import re
-from collections.abc import Iterable
-from itertools import chain, islice
 
 MAX_CALLS = 64  # in one turn
 KEYS = {"name", "id", "type", "index", "function", "parameters"}  # of a call without "arguments"
@@ -19,26 +17,22 @@ NAME = re.compile(r"[^\W\d][\w.-]{0,63}")
 TAGS = {"<tool_call>": "</tool_call>"}
 THOUGHTS, THOUGHT_ENDS = ["<think>"], ["</think>"]
 
-_SPACE = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*[;,]?\s*")
 _NO_TAG = re.compile("")
 _LIKE_CALL = re.compile(r'(?s)\[?\s*\{\s*"(?:name|type|function)"\s*:.*"(?:arguments|parameters)"')
 
 
-def any_of(patterns: Iterable[str]) -> re.Pattern:
+def any_of(patterns) -> re.Pattern:
     """Return the pattern that matches what one of these does. Python caches it."""
     return re.compile("|".join(patterns))
 
 
 def parse_tool_calls(text: str, tools=None) -> tuple[str, list[dict], list[str]]:
-    """Split what a model wrote into an answer and tool calls.
+    """Return an answer, the calls {"name": str, "arguments": dict}, and a text for each bad call.
 
     A call stands between tags, or the text is itself a JSON call or a list of them. Prose and other
     JSON are an answer, and without tools ({}) all JSON is. A closed thought at the start is part of
     it, whatever it mentions. `tools` are schemas by name, as in `Chat.tools`.
-
-    Returns the text outside the calls, the calls as {"name": str, "arguments": dict}, and an error
-    text for each call that could not be read.
     """
     position = _end_of_thought(text)
     content = text[:position]
@@ -124,8 +118,8 @@ def _end_of_thought(text):
         # value of an argument, closes none, nor does that of a later thought.
         if thought.search(text, 0, closer.start()):
             return 0
-        openers = any_of(TAGS).finditer(text, 0, closer.start())
-        for opener in islice(chain([_NO_TAG.match(text)], openers), MAX_CALLS):
+        openers = [_NO_TAG.match(text), *any_of(TAGS).finditer(text, 0, closer.start())]
+        for opener in openers[:MAX_CALLS]:
             calls, _, end = _attempt(text, opener)
             # A call that cannot be read counts where it begins the text.
             if end > closer.start() and (calls or not text[: opener.start()].strip()):
@@ -137,13 +131,13 @@ def _attempt(text, opener, tools=None):
     """Return the calls after an opening tag, a text for each bad one, and where to continue."""
     if tools == {} and not opener[0]:
         return [], [], opener.end()
-    start = _SPACE.match(text, opener.end()).end()
-    calls, errors, end = [], [], None
+    start = re.compile(r"\s*").match(text, opener.end()).end()
+    calls, errors, end = [], [], closing_tag(text, start, opener).start()
     try:
         bodies = (read(text, opener, start, tools) for read in BODIES)
         raw_calls, end = next(filter(None, bodies), ([], start))
         if opener[0] and end == start:
-            end = next_tag(text, start, tags_of(opener))
+            end = next_tag(text, start, opener)
             got = text[start : start + 20]
             raise ValueError(f"expected a JSON object or a function name, got {got!r}")
         if opener[0] and not raw_calls:
@@ -158,8 +152,6 @@ def _attempt(text, opener, tools=None):
         if not opener[0] and not _LIKE_CALL.match(text, start):
             return [], [], opener.end()
         errors.append(_error(error))
-        if end is None:
-            end = closing_tag(text, start, opener).start()
     return calls, errors, end if calls or errors else opener.end()
 
 
@@ -169,9 +161,9 @@ def tags_of(opener: re.Match) -> tuple[str, str]:
     return next(families, ("(?!)", r"\Z"))  # without a tag, a call is all of the text
 
 
-def next_tag(text: str, position: int, tags=None) -> int:
-    """Return where the next tag, of these or of all families, starts, or the end of the text."""
-    return any_of([*(tags or [*TAGS, *TAGS.values()]), r"\Z"]).search(text, position).start()
+def next_tag(text: str, position: int, opener: re.Match) -> int:
+    """Return where the next tag of the opener's family starts, or the end of the text."""
+    return any_of([*tags_of(opener), r"\Z"]).search(text, position).start()
 
 
 def closing_tag(text: str, start: int, opener: re.Match, tags: str = "") -> re.Match:
@@ -204,7 +196,7 @@ def read_json(text, opener, start, tools):
             value, end = None, closing_tag(text, start, opener).start()
         calls += value if isinstance(value, list) else [value]
         end = _SEPARATOR.match(text, end).end()
-    if opener[0] == "<tool_call>" and end > start and next_tag(text, end) > end:
+    if opener[0] == "<tool_call>" and end > start and next_tag(text, end, opener) > end:
         raise ValueError(f"unexpected {text[end : end + 20]!r} after the JSON of a tool call")
     return (calls, end) if opener[0] and end > start or any(map(_is_call, calls)) else None
 

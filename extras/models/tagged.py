@@ -42,8 +42,9 @@ def read_tagged(text, opener, start, tools):
             return _call(text, shown, name, first, closer, ends, tools), closer.end()
     if position == len(text):
         raise ValueError("a tool call without arguments must be closed")
-    if next_tag(text, position) > position:
-        return _unexpected(text, position), next_tag(text, position, tags_of(opener))
+    end = next_tag(text, position, opener)
+    if end > position:
+        return _unexpected(text, position), end
     return [{"name": name[1], "arguments": {}}], position
 
 
