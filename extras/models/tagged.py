@@ -52,11 +52,11 @@ def body_of_call(text, start, opener, begins, ends) -> tuple[re.Match, str]:
     """Return the tag that closes a call, and the text with null characters for the calls inside.
 
     Tags count before what `begins` such a call and after what `ends` one. Others are text, unless
-    no tag closes the call otherwise.
+    the same opener follows or no tag closes the call otherwise.
     """
     opens, closes = map("(?:{})".format, tags_of(opener))
     tags = (rf"(?P<opens>{opens}{begins})|(?P<closes>{ends}(?:{closes}|(?={opens})|\Z))"
-            rf"|{closes}(?=\s*{opens})")
+            rf"|{closes}(?=\s*{re.escape(opener[0])})")
     closer = closing_tag(text, start, opener, tags)
     if "closes" not in closer.re.groupindex:
         closer = closing_tag(text, start, opener)
@@ -75,8 +75,8 @@ def _call(text, shown, name, first, closer, ends, tools):
 
     `shown` is the text without the calls that its arguments show.
     """
-    function = (tools or {}).get(name[1])
-    known = _properties(function)
+    properties = _properties((tools or {}).get(name[1]))
+    known = properties.keys()
     keys = [first["key"]]
     starts = [first]
     has_lines = "\n" in text[name.end(1) : first.start()]
@@ -85,7 +85,7 @@ def _call(text, shown, name, first, closer, ends, tools):
     on_lines = {tag["key"] for tag in tags if "\n" in tag["gap"]}
     for tag in tags:
         # Where each tag of the call has a line, two on one line are text if they fit no argument.
-        fits = (known is None or tag["key"] in known) and tag["key"] not in on_lines.union(keys)
+        fits = (not known or tag["key"] in known) and tag["key"] not in on_lines.union(keys)
         if fits or "\n" in tag["gap"] or not has_lines:
             keys.append(tag["key"])
             starts.append(tag)
@@ -93,15 +93,19 @@ def _call(text, shown, name, first, closer, ends, tools):
     pairs = []
     for tag, stop in zip(starts, stops):
         raw = text[tag.end() : stop]
-        # After the last tag that closes an argument, one that opens another shows that the tag
-        # between them is missing.
+        types = _types(properties.get(tag["key"]))
+        end = re.compile(rf"{ends}\s*").search(text, tag.end(), closer.start())
+        # Only a text can hold tags, and the last of an argument must close it.
+        if end and end.start() < stop and types and "string" not in types:
+            yield from _unexpected(text, end.end())
+        if not re.compile(ends).match(text, stop):
+            yield from _unexpected(text, end.end() if end else tag.start("tag"))
+        # After the last closing tag in it, one that opens another argument shows that its own
+        # closing tag is missing.
         for lost in re.finditer("\n" + first.re.pattern, re.split(ends, raw)[-1]):
-            if lost["key"] not in keys and (known is None or lost["key"] in known):
+            if lost["key"] not in keys and (not known or lost["key"] in known):
                 yield from _unexpected(text, tag.start("tag"))
-        pairs.append((tag["key"], _value(raw, function, tag["key"])))
-    if not re.compile(ends).match(text, closer.start()):
-        last = re.compile(rf"{ends}\s*").search(text, tag.end(), closer.start())
-        yield from _unexpected(text, last.end() if last else tag.start("tag"))
+        pairs.append((tag["key"], _value(raw, types)))
     yield {"name": name[1], "arguments": unique(pairs)}
 
 
@@ -111,35 +115,37 @@ def _unexpected(text, position):
     yield
 
 
-def _properties(function) -> dict | None:
-    """Return the schemas of a function's arguments, or None if they are not known."""
+def _properties(function) -> dict:
+    """Return the schemas of a function's arguments by their names, as far as they are known."""
     # The schemas of a data file may have any form.
     with suppress(LookupError, TypeError):
         properties = function["parameters"]["properties"]
-        return properties if isinstance(properties, dict) else None
+        if isinstance(properties, dict):
+            return properties
+    return {}
 
 
-def _value(raw, function, key):
+def _types(schema) -> set:
+    """Return the types that a schema allows, if any; pydantic writes str | None as anyOf."""
+    types = set()
+    with suppress(TypeError, AttributeError):
+        types = {"null"} if schema.get("nullable") else set()
+        for choice in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
+            kind = choice.get("type", [])
+            types |= {kind} if isinstance(kind, str) else set(kind)
+    return types
+
+
+def _value(raw, types):
     """Return a tagged value as JSON if all of it is JSON and no string, else as it stands.
 
     Where the function's schema asks for text it is text, or None if that may be and it is null.
     """
     json_text = PYTHON_WORDS.get(raw.strip(), raw.strip())
-    with suppress(LookupError, TypeError, AttributeError):
-        kinds = _kinds(function["parameters"]["properties"][key])
-        if kinds - {"null"} == {"string"} and not (json_text == "null" and "null" in kinds):
-            return raw
+    if types - {"null"} == {"string"} and not (json_text == "null" and "null" in types):
+        return raw
     with suppress(ValueError):
         value, end = read_value(json_text, 0)
         if not isinstance(value, str) and end == len(json_text):
             return value
     return raw
-
-
-def _kinds(schema) -> set:
-    """Return the types that a schema allows; pydantic writes str | None as anyOf."""
-    kinds = {"null"} if schema.get("nullable") else set()
-    for choice in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        kind = choice.get("type", [])
-        kinds |= {kind} if isinstance(kind, str) else set(kind)
-    return kinds
