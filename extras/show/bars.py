@@ -13,6 +13,7 @@ from tqdm import tqdm
 from core.config import BARS, NO_BAR, say_once
 from core.engine import Engine
 from extras.background import in_thread
+from extras.show.examples import KEPT, is_evaluation
 
 REDRAWN = 0.5  # seconds between two drawings of a bar
 FIRST_LINE, NEXT_LINE = 10, 30  # seconds before the lines of a pass, where there is no terminal
@@ -118,7 +119,10 @@ def episode_bar(agents, limits, run=None, engine=None):
               f"{limits.max_new_tokens} a turn")
     with EpisodeBar(agents, limits, engine) as bar:
         yield bar.step
-    note_limits([agent.trajectory for agent in agents.values()], limits)
+    trajectories = [agent.trajectory for agent in agents.values()]
+    note_limits(trajectories, limits)
+    if run and is_evaluation(trajectories):
+        run.kept["evaluated"] = trajectories[:KEPT]
 
 
 def note_limits(trajectories: list, limits):

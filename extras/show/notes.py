@@ -23,6 +23,8 @@ WATCHED = NOTES["watched"]
 # What is said of each kind of alarm: what was observed, and then what people do about it.
 ALARMS = NOTES["alarms"]
 CHANGED = "# differ from the defaults: "  # begins a line of config.yaml
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLUMNS = 80  # of a terminal: no line of a step wraps
 WINDOW = 5  # lines of the log at the beginning and at the end that are compared
 
 
@@ -37,20 +39,33 @@ def plan(config, steps):
     return f"training: {steps} steps, each of {size}"
 
 
-def step_numbers(line, n, width=0):
+def step_numbers(line, n, digits=3, width=0, between="  "):
     """Return n numbers of a step's line to look at while it trains, as text."""
     # The value of a policy's loss says nothing.
     names = STEP_NUMBERS
     if "reward" not in line:
         names = ("loss", "accuracy", "margin")
-    shown = [f"{name} {line[name]:<{width}.3g}" for name in names if name in line]
-    return "  ".join(shown[:n])
+    shown = [f"{name} {line[name]:<{width}.{digits}g}" for name in names if name in line]
+    return between.join(shown[:n])
+
+
+def sparkline(values, width=8):
+    """Return shares as a line of blocks, the mean of a stretch of them each."""
+    parts = min(width, len(values))
+    edges = [i * len(values) // parts for i in range(parts + 1)] if parts else []
+    means = [fmean(values[a:b]) for a, b in zip(edges, edges[1:])]
+    return "".join(BLOCKS[round(7 * min(max(mean, 0), 1))] for mean in means)
 
 
 def step_line(step, total, line, seconds, left):
     """Return a step's line for a reader without a bar. Both durations are in seconds."""
-    return (f"step {step:{len(str(total))}}/{total}  {step_numbers(line, 4, width=6)}  "
-            f"{seconds:.1f} s, {duration(left)} left")
+    for n, digits, width in ((4, 3, 6), (4, 2, 5), (4, 2, 0), (2, 2, 0)):
+        shown = (f"step {step:{len(str(total))}}/{total} "
+                 f"{step_numbers(line, n, digits, width, ' ')} "
+                 f"{seconds:.1f} s, {duration(left)} left")
+        if len(shown) <= COLUMNS:
+            break
+    return shown
 
 
 def wilson(k, n):

@@ -234,6 +234,9 @@ def episodes_of(path, algorithm, flags, budget):
         budget -= len(as_json(shown).encode())
         for name, items in shown.items():
             data[name] += items
+    # Of the tasks that were played before, one was chosen to be shown after.
+    shown = [item["task_id"] for item in data["played"] if item["when"] == "after"]
+    data["played"] = [item for item in data["played"] if item["task_id"] in shown]
     for items in data.values():
         items.sort(key=lambda item: item["step"])
     return data
@@ -245,7 +248,8 @@ def step_data(step, episodes, tokens, read, algorithm):
     for line, row in tokens.rows(step):
         with reading(tokens.path, line):
             if "when" in row:
-                played.append({"step": step, "when": row["when"], "episode": read(row["episode"])})
+                played.append({"step": step, "when": row["when"], "episode": read(row["episode"]),
+                               "task_id": row["episode"]["group_id"]})
             elif "line" in row:
                 recorded[row["line"]] = row
             else:

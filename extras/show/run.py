@@ -1,16 +1,19 @@
 """`core.run.Run` that shows itself: bars, the plan, notes and alarms, a full table, report.html."""
 import os
 import sys
+from itertools import takewhile
 
 from tqdm import tqdm
 
 import envs
 from core.config import NO_BAR, UserError, options, progress, say
+from core.data import is_finite
 from core.run import CONFIG, write_whole
+from extras.show.examples import chosen, side_by_side, whole
 from extras.show.notes import (CHANGED, Alarms, changed_flags, credit_note, first_notes, idle_notes,
-                               next_command, path_of, plan, print_table, step_line,
-                               step_numbers)
-from extras.show.record import Recording
+                               log_rows, next_command, path_of, plan, print_table, sparkline,
+                               step_line, step_numbers)
+from extras.show.record import TOKENS, Recording
 
 
 class Run(Recording):
@@ -24,10 +27,13 @@ class Run(Recording):
         reports: the loggers of --report_to, or None.
         bar: the progress bar of the steps, once `load` has been called.
         credit_noted: True once it was said what --credit does to the rewards of this run.
+        examples: episodes of the first held-out tasks, played before training.
+        example: the one that is shown, before and after training.
     """
 
     passed, bar, credit_noted = 0, None, False
     episodes, reports = (), None
+    examples, example = (), None
 
     def __init__(self, config, algorithm):
         super().__init__(config, algorithm)
@@ -69,7 +75,8 @@ class Run(Recording):
         if total > first:
             say(plan(self.config, total - first))
         self.bar = tqdm(total=total, desc=self.algorithm, initial=first, disable=NO_BAR,
-                        leave=False, dynamic_ncols=True)
+                        leave=False, dynamic_ncols=True, bar_format=(
+                            "{l_bar}{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"))
         return first
 
     def write_config(self, *switches):
@@ -82,11 +89,22 @@ class Run(Recording):
     def restore(self, checkpoint):
         super().restore(checkpoint)
         self.alarms.read(self.folder / "metrics.jsonl")
+        if (self.folder / TOKENS).exists():
+            rows = (row for _, row in log_rows(self.folder / TOKENS))
+            self.examples = [row["episode"] for row in takewhile(lambda row: "when" in row, rows)]
 
     def log_evaluation(self, step, metrics):
         super().log_evaluation(step, metrics)
         if step == 0:
             self.note_on(metrics)
+            self.examples = [t.to_json() for t in self.kept.pop("evaluated", ())]
+            self.write_examples("before", self.examples)
+
+    def write_examples(self, when, episodes):
+        """Append episodes of held-out tasks to tokens.jsonl."""
+        if self.config.record:
+            self.append(TOKENS, [{"step": self.step, "when": when, "episode": episode}
+                                 for episode in episodes])
 
     def note_on(self, metrics, whose="held-out"):
         """Print notes on the untrained policy's episodes, each once."""
@@ -141,13 +159,25 @@ class Run(Recording):
 
     def show_step(self, line, seconds):
         self.bar.update()
-        self.bar.set_postfix_str(step_numbers(line, 2))
+        self.bar.set_postfix_str(step_numbers(line, 2) + self.success_so_far())
         if self.bar.disable:
             left = self.seconds / self.step * (self.total - self.step)
             say(step_line(self.step, self.total, line, seconds, left))
+        every = self.config.show_every
+        if every and self.step % every == 0 and self.recorded:
+            t, columns = next(iter(self.recorded.values()))
+            say(f"\n{whole(t, *columns.get('advantages', ())[:1])}\n")
+
+    def success_so_far(self):
+        """Return a line of blocks for a terminal that can show them."""
+        shares = [line["success"] for line in self.alarms.lines if is_finite(line.get("success"))]
+        is_unicode = (getattr(sys.stderr, "encoding", "") or "").lower().startswith("utf")
+        return f"  {sparkline(shares)}" if is_unicode and not self.bar.disable else ""
 
     # --------------------------------------------------------------------------------- the result
     def show_result(self, next_program):
+        if self.example:
+            print(side_by_side(*self.example))
         print_table(self.before, self.after, self.total, self.seconds)
         print(f"written: {self.config.output_dir}")
         # No command finds an environment or a reward of the program that was started.
@@ -161,6 +191,10 @@ class Run(Recording):
 
     def finish(self, after, *words, **extra):
         """Return the result as a notebook shows it."""
+        later = [t.to_json() for t in self.kept.pop("evaluated", ())]
+        self.example = chosen(self.examples, later)
+        if self.example:
+            self.write_examples("after", self.example[2:])
         super().finish(after, *words, **extra)
         return self.ranks.first(self.result_to_show)
 

@@ -59,10 +59,12 @@ def test_a_pipe_gets_a_line_a_step_and_no_bars(base, tmp_path):
     assert lines[:2] == ["training: 2 steps, each of 2 tasks x 2 episodes of at most 256 tokens", "playing 3 episodes: at most 256 tokens each, 16 a turn"]
     assert re.fullmatch(r"before: success \d.\d{3}, reward -?\d.\d{3}", lines[2])
     for step, line in ((1, lines[3]), (2, lines[5])):
-        assert re.fullmatch(rf"step {step}/2  success {number}  reward {number}  entropy {number}  kl {number}  [\d.]+ s, [\d.]+ s left", line), line
-        assert len(line) <= 100
+        assert re.fullmatch(rf"step {step}/2 success {number} reward {number} entropy {number} kl {number} [\d.]+ s, [\d.]+ s left", line), line
+        assert len(line) <= 80
     assert lines[4].startswith("after step 1: success ")
-    table = lines[lines.index("") + 1:-2]
+    example, table = (part.splitlines() for part in done.stdout.rpartition("\nwritten: ")[0].split("\n\n")[-2:])
+    assert example[0] == "held-out task 1" and example[1].startswith("User: Solve for x: ") and example[2].count(" | ") == 1
+    assert all(len(line) <= 80 for line in example)
     assert table[0].startswith("held out: 3 tasks; trained: 2 steps, ") and table[1].split() == ["before", "after", "95", "%", "interval"]
     assert [line.split()[0] for line in table[2:]] == ["success", "reward", "actions", "structure", "completion", "truncated", "tool_errors"]
     assert all(len(line) <= 80 for line in table)
@@ -88,7 +90,7 @@ def test_a_terminal_gets_a_bar_from_the_first_token(base, tmp_path):
     shown = shown.decode()
     assert program.returncode == 0 and "step 1/1" not in out, shown[-2000:]
     assert re.search(r"episodes: 0/3\|.*\| 0 tokens", shown)
-    assert re.search(r"grpo: .* success [\d.]+  reward -?[\d.]+\]", shown) and "loss=" not in shown
+    assert re.search(r"grpo: .* left, success [\d.]+  reward -?[\d.]+  [▁-█]", shown) and "loss=" not in shown
 
 
 def test_the_bar_counts_the_tokens_that_were_sampled_and_bounds_what_is_left(monkeypatch):
