@@ -45,7 +45,9 @@ def step_numbers(line, n, digits=3, width=0, between="  "):
     names = STEP_NUMBERS
     if "reward" not in line:
         names = ("loss", "accuracy", "margin")
-    shown = [f"{name} {line[name]:<{width}.{digits}g}" for name in names if name in line]
+    # 123 in two digits would be 1.2e+02.
+    shown = [f"{name} {line[name]:<{width}.{digits if abs(line[name]) < 99 else 3}g}"
+             for name in names if name in line]
     return between.join(shown[:n])
 
 
