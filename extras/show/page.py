@@ -273,9 +273,10 @@ def group(step, whole):
     advantages = [episode["advantage"] for episode in shown]
     silent = None
     if len(rewards) > 1 and not any(advantages):
-        silent = "all advantages are 0"
         if len(set(rewards)) == 1:
             silent = "all rewards are equal, so no episode is better than the others"
+        elif None not in advantages:  # where they were not recorded, nobody knows
+            silent = "all advantages are 0"
     return {"step": step, "task": task_of(row), "task_id": row.get("group_id"),
             "mean": fmean(rewards), "std": stdev(rewards) if len(rewards) > 1 else 0.0,
             "silent": silent, "episodes": shown}

@@ -462,7 +462,8 @@ function drawEquation(episode, n, i) {
   put("loss", `${state.whatIf ? "What if: " : ""}${name || family}`);
   put("formula", formula);
   put("filled", "= ", formula.split(/([A-Za-z_]+)/).map(word => word in values
-    ? h("b", {title: word}, number(values[word]).replace(/^−.*/, "($&)")) : word), " = ", h("b.sum", {}, number(token.loss)));
+    ? h("b", {title: word}, number(values[word]).replace(/^−.*/, "($&)")) : word), " = ",
+  h("b.sum", {}, number(token.loss)));
   put("slope", number(token.weight), token.clipped ? ": the clip stops it" : "");
   const source = (theRun().equations || []).find(({loss}) => loss === (name || family));
   put("source", source && `${source.file}:${source.line}  ${source.code}`);
@@ -497,18 +498,17 @@ function computeWhatIf() {
   const trained = episodes.map((episode, e) => numbersOf(episode).weight || rows[e].weight);
   const size = lists => sum(lists.flat().map(Math.abs)) || 1, least = 1e-3 * size(trained) / total;
   const scale = state.whatIf ? size(trained) / size(rows.map(row => row.weight)) : 1;
-  const way = w => Math.abs(w) < least ? 0 : Math.sign(w);
-  let ways = 0, much = 0;
+  const way = w => Math.abs(w) < least ? 0 : Math.sign(w), found = {ways: 0, sizes: 0};
   rows.forEach((row, e) => {
     row.weight = row.weight.map(w => w * scale);
     row.differs = row.weight.map((w, i) => state.whatIf && way(w) !== way(trained[e][i]));
-    ways += row.differs.filter(Boolean).length;
-    much += row.weight.filter((w, i) => !row.differs[i]
+    found.ways += row.differs.filter(Boolean).length;
+    found.sizes += row.weight.filter((w, i) => !row.differs[i]
       && Math.abs(w - trained[e][i]) > 0.1 * Math.abs(trained[e][i]) + least).length;
     asked.set(episodes[e], row);
   });
-  put("outcome", state.whatIf && `These two losses disagree on ${ways} of ${total} tokens of this step `
-    + `(up against down or nothing), and by over 10 % in size on ${much} more.`);
+  put("outcome", state.whatIf && `These two losses disagree on ${found.ways} of ${total} tokens of this step `
+    + `(up against down or nothing), and by over 10 % in size on ${found.sizes} more.`);
 }
 
 function fillForm(values) {

@@ -16,7 +16,7 @@ import torch
 import dpo
 import grpo
 import reward_weighted
-from extras.show.page import html_of
+from extras.show.page import group, html_of
 
 PAGE = Path(__file__).resolve().parents[3] / "extras" / "show" / "page"
 NODE, CHROMIUM, DRIVER = (shutil.which(name) for name in ("node", "chromium", "chromedriver"))
@@ -156,6 +156,13 @@ def test_the_difference_of_two_shares_equals_newcombe():
     (k1, n1), (k2, n2) = (48, 80), (56, 70)
     answer, = mirrored([("difference", [k1 / n1, wilson(k1, n1), k2 / n2, wilson(k2, n2)])])
     assert answer == pytest.approx(difference(k1, n1, k2, n2))
+
+
+@pytest.mark.parametrize("rewards, advantages, silent", [([1.0, 1.0], [None, None], "all rewards are equal"), ([1.0, 1.0], [0.0, 0.0], "all rewards"),
+                                                         ([1.0, 0.0], [None, None], None), ([1.0, 0.0], [0.0, 0.0], "all advantages are 0")])
+def test_a_group_is_not_called_silent_where_nothing_was_recorded(rewards, advantages, silent):
+    shown = group(0, [({"messages": []}, {"reward": r, "advantage": a}) for r, a in zip(rewards, advantages)])["silent"]
+    assert shown is None if silent is None else shown.startswith(silent)
 
 
 def test_what_one_can_choose_is_what_the_algorithms_have():
