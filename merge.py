@@ -3,10 +3,12 @@
     python lora.py merge ADAPTER_OR_OUTPUT_FOLDER MODEL_FOLDER [--dtype bfloat16]
 
 writes a plain model folder, in the dtype of the stored base: --dtype as in the run gives the
-weights that it trained with. The layers import lora.py, so what loads with them stands here. The
-commands `info` and `push` stand in extras/show/hub.py.
+weights that it trained with. Other programs, transformers 4 among them, find in it what they find
+in the base. The layers import lora.py, so what loads with them stands here. The commands `info` and
+`push` stand in extras/show/hub.py.
 """
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -14,8 +16,16 @@ import tempfile
 from pathlib import Path
 
 from core.config import UserError  # before torch: sets how its threads wait
-from core.model import DTYPES, facts, share_weights
+from core.data import read_json
+from core.model import DTYPES, facts, read_tokenizer, share_weights
 from layers import load_model
+
+# Of a base: what its tokenizer and its processor of pictures are read from.
+TOKENIZER = ("tokenizer*.json", "*.model", "*.tiktoken", "special_tokens_map.json",
+             "added_tokens.json", "vocab.*", "merges.txt")
+PROCESSOR = ("*processor_config.json",)
+# Keys of a base's config.json that say nothing of a merged model, or are not true of it.
+LEFT_OUT = {"quantization_config", "auto_map", "transformers_version", "_name_or_path"}
 
 
 def merge(source: str, folder: str, dtype: str = "auto"):
@@ -30,11 +40,75 @@ def merge(source: str, folder: str, dtype: str = "auto"):
         model, tokenizer = load_model(source, dtype=dtype, train=False, merge=True)
         for thing in (model, tokenizer):
             thing.save_pretrained(whole)
+        if facts(model).source != "tiny":
+            keep_the_base_s_words(whole, facts(model).source, tokenizer)
         share_weights(whole)
-        # A model with a vision tower is loaded with these, too.
-        for path in Path(facts(model).source).glob("*processor_config.json"):
-            shutil.copyfile(path, whole / path.name)
         whole.replace(folder)
+
+
+def keep_the_base_s_words(folder: Path, source: str, tokenizer):
+    """Write into a merged folder what the files of its base say in words that others read.
+
+    transformers 5 renames keys of config.json, such as rope_theta, and writes tokenizers that 4
+    cannot read. Who looks for such a key takes a default without a word.
+    """
+    from transformers.utils import cached_file
+    base = Path(cached_file(source, "config.json")).parent  # of a hub id, the folder in the cache
+    copied = [*PROCESSOR]
+    if words_of(tokenizer) == words_of(read_tokenizer(source)):
+        copied += TOKENIZER
+    for path in [path for pattern in copied for path in base.glob(pattern)]:
+        shutil.copyfile(path, folder / path.name)
+    edit(folder / "config.json", with_known_keys, read_json(base / "config.json"))
+    edit(folder / "tokenizer_config.json", with_known_tokens)
+
+
+def edit(path: Path, change, *arguments):
+    """Replace the JSON object in a file by change(object, *arguments)."""
+    before = read_json(path)
+    after = change(before, *arguments)
+    if after != before:
+        path.write_text(json.dumps(after, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def words_of(tokenizer) -> tuple:
+    """Return what a tokenizer does: its tokens and rules, its special tokens, its template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend else tokenizer.get_vocab()
+    return rules, tokenizer.special_tokens_map, tokenizer.chat_template
+
+
+def with_known_keys(config: dict, stated: dict) -> dict:
+    """Return a config with the keys that its base's config has and transformers 5 has renamed."""
+    if "text_config" not in config:  # a model with a vision tower is loaded as a text model
+        stated = stated.get("text_config", stated)
+    known = {name: value for name, value in stated.items() if name not in LEFT_OUT}
+    if "torch_dtype" in known:
+        known["torch_dtype"] = config.get("dtype")
+    return flat_rope(config.get("rope_parameters") or {}) | known | config
+
+
+def flat_rope(parameters: dict) -> dict:
+    """Return the keys of transformers 4 for rope_parameters, unless each kind of layer has its own.
+
+    transformers 5 reads these first.
+    """
+    if "rope_theta" not in parameters:
+        return {}
+    rest = dict(parameters)
+    flat = {name: rest.pop(name) for name in ("rope_theta", "partial_rotary_factor")
+            if name in rest}
+    return flat | {"rope_scaling": rest if rest["rope_type"] != "default" else None}
+
+
+def with_known_tokens(config: dict) -> dict:
+    """Return a tokenizer's config in the words of transformers 4, which 5 reads as its own."""
+    known = dict(config)
+    if known.get("tokenizer_class") == "TokenizersBackend":
+        known["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(known.get("extra_special_tokens"), list):
+        known["additional_special_tokens"] = known.pop("extra_special_tokens")
+    return known
 
 
 def main(words: list[str]) -> int:
