@@ -26,6 +26,7 @@ def test_a_person_sees_what_the_model_sees_and_plays_in_three_ways(monkeypatch, 
     call = json.dumps({"name": "divide_terms", "arguments": {"terms": "3"}})
     out = played(monkeypatch, capsys, ['subtract_terms(terms="7")', call, "nonsense(x=1)", "[{", "state_answer(value=3)", "It is 3."], tasks=str(tmp_path / "tasks.jsonl"))
     lines = out.splitlines()
+    lines.remove(f"{tmp_path / 'tasks.jsonl'}: equations: 12 rows, 1 different ones, 0 of them held out")
     assert lines.pop(6) == "A turn is a call, name(argument=value), or an answer in plain text. Ctrl-D ends."
     assert [json.loads(line) for line in lines[:6]] == envs.schemas(envs.load("equations"))
     assert lines[6:11] == ["", "System: Solve for x with the tools.", "User: Solve for x: 3x + 7 = 16", "3x = 9   [reward +2]", "x = 3   [reward +2]"]
