@@ -10,6 +10,7 @@ transformers adds or changes goes through here as well; no list of architectures
 import json
 import re
 import time
+from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -20,19 +21,20 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from core.chat import Chat
-from core.config import UserError, first_line, reading
+from core.config import UserError, first_line, reading, say_once
 from core.engine import Engine, Row, StockForward, row_attention
 from core.logprobs import token_logprobs
 from core.model import base_of, facts, is_adapter, newest, settings
 from extras.presence import has
 from extras.models import cache_of
-from lora import adapter_tensors, adapted_linears
+from lora import Adapter, adapter_tensors, adapted_linears, is_adapted
 
 TOKENS = 17  # of each of the probe's two rows
 SHARED = 4  # tokens with which both rows begin, enough for `shared_prefix`
 PROMPT = 5  # tokens of the engine's first prompt; the second one has one more
 RESULT = 7  # tokens before the one that the engine reads in place of sampling it
 WINDOW = 3  # tokens that a sliding window sees during the probe
+LEFT_OUT = 0.05  # the share of weights without an adapter from which on it is said
 # What rounding may change, of the standard deviation of the log-probabilities. Where it sends a
 # token to another expert it changes more, so the limit is for the median of a row.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -49,6 +51,7 @@ def probed(load_model):
         stop_where_turns_end(model, tokenizer)
         if model.device.type != "meta":
             probe(model, facts(model).source)
+            note_what_is_left_out(model)
         return model, tokenizer
     return load
 
@@ -234,6 +237,29 @@ def drop_adapters(model, ids, name: str):
             del linear.lora, linear.forward
     settings(model).tensors = adapter_tensors(model)
     settings(model).peft["target_modules"] = kept
+
+
+def note_what_is_left_out(model):
+    """Say once how many weights the default of --lora_target_modules leaves without an adapter.
+
+    The experts of a mixture are stacked in one parameter, and no Linear.
+    """
+    if not (settings(model) and settings(model).all_linear):
+        return
+    sizes, missed = Counter(), Counter()  # by the last part of a module's name
+    for path, module in model.get_decoder().named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, nn.Linear):  # in 4 bits its weight has another shape
+            sizes[name] += module.in_features * module.out_features
+        elif not isinstance(module, nn.Embedding | Adapter):
+            sizes[name] += sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1)
+        if not is_adapted(module):
+            missed[name] = sizes[name]
+    share = missed.total() / sizes.total()
+    if share > LEFT_OUT:
+        names = ", ".join(name for name, size in missed.items() if size > 0.01 * sizes.total())
+        say_once(f"note: {facts(model).source}: all-linear leaves {share:.0%} of the layers' "
+                 f"weights without an adapter ({names}); they stay as they are")
 
 
 def engine_logprobs(model, ids):

@@ -33,6 +33,22 @@ def test_what_runs_and_what_is_refused(family):
     assert decoders.verdict(family) == decoders.TABLE[family]
 
 
+@pytest.mark.parametrize("family, options, share", [
+    ("qwen3_moe", {"lora_r": 4}, "86%"), ("qwen3_moe", {"lora_r": 4, "memory": "4bit"}, "86%"), ("qwen3_moe", {"lora_r": 4, "lora_target_modules": "q_proj"}, None),
+    ("qwen3_moe", {"lora_r": 0}, None), ("qwen3", {"lora_r": 4}, None)])
+def test_the_share_of_weights_that_all_linear_leaves_out_is_said_once(tmp_path, capsys, family, options, share):
+    """A layer's experts have 8 x 3 x 64 x 48 = 73,728 weights, its router 512, its attention 12,288: 74,240 of 86,528 without an adapter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    save_tiny(tmp_path)
+    sizes = dict(vocab_size=1000, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    sizes |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48) if family == "qwen3_moe" else {}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).save_pretrained(tmp_path)
+    for _ in range(2):
+        load_model(str(tmp_path), device="cpu", **options)
+    said = [line for line in capsys.readouterr().out.splitlines() if "all-linear" in line]
+    assert said == ([f"note: {tmp_path}: all-linear leaves {share} of the layers' weights without an adapter (experts); they stay as they are"] if share else [])
+
+
 def windowed(family, **sizes):
     import transformers
     config = getattr(transformers, f"{family}Config")(**{**decoders.SIZES, "sliding_window": 4096, **sizes})
