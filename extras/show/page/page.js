@@ -231,7 +231,7 @@ const metricTitle = name => [name, ...(DATA.metrics?.[name] || [])].filter(Boole
 const floats = value => typeof value !== "string" ? value  // base64 of float32s, a list, or null
   : [...new Float32Array(Uint8Array.from(atob(value), c => c.charCodeAt(0)).buffer)];
 const percent = share => `${100 * share}%`;
-const largestOf = values => Math.max(0, ...values.map(Math.abs));
+const largestOf = values => values.reduce((most, x) => Math.abs(x) > most ? Math.abs(x) : most, 0);
 
 function number(x) {
   if (x == null || !Number.isFinite(x)) return String(x ?? "–");
@@ -435,7 +435,7 @@ const point = (episode, token) => !state.pinned && (episode === state.episode ||
   && drawToken(Object.assign(state, {episode, token}));
 
 function drawToken() {
-  const episode = theEpisode(), t = state.token, n = numbersOf(episode), i = episode.at.indexOf(t);
+  const episode = theEpisode(), t = state.token in episode.tokens ? state.token : null, i = episode.at.indexOf(t);
   every(".tok.here").forEach(node => node.classList.remove("here"));
   find("episode").children[theGroup().chosen ? state.episode : 0]
     .querySelector(`[data-t="${t}"]`)?.classList.add("here");
@@ -444,19 +444,19 @@ function drawToken() {
   put("text", episode.tokens[t].replaceAll("\n", "↵"));
   put("place", `${episode.turns.find(({end}) => t < end).role}, token ${t}, id ${episode.ids[t]}`);
   for (const node of every("[data-fact]")) {
-    const name = node.dataset.fact;
-    put(node, number(n[name]?.[i])).parentNode.hidden = n[name]?.[i] == null || tells(name) && isHidden(episode);
+    const name = node.dataset.fact, value = numbersOf(episode)[name]?.[i];
+    put(node, number(value)).parentNode.hidden = value == null || tells(name) && isHidden(episode);
   }
-  drawEquation(episode, n, i);
+  drawEquation(episode, i);
 }
 
 // The loss of a token with its numbers filled in, and the line of the run's file that computed it.
-function drawEquation(episode, n, i) {
+function drawEquation(episode, i) {
   const o = state.whatIf || settingsOf(theRun()), row = asked.get(episode), [family, name] = o.loss.split(":");
   if ((find("equation").hidden = i < 0 || !row || isHidden(episode))) return;
   const token = Object.fromEntries(COLUMNS.map(column => [column, row[column][i]])), A = token.advantage;
-  const values = {...o, ...token, A, w: A, r: token.ratio, KL: token.kl, logp: n.new[i], e_low: o.clip_eps_low,
-    e_high: o.clip_eps_high, tau: A > 0 ? 1 : 1.05, k: A < 0 ? 3 : 2, lambda: A < 0 ? 2 : 3};
+  const values = {...o, ...token, A, w: A, r: token.ratio, KL: token.kl, logp: numbersOf(episode).new[i],
+    e_low: o.clip_eps_low, e_high: o.clip_eps_high, tau: A > 0 ? 1 : 1.05, k: A < 0 ? 3 : 2, lambda: A < 0 ? 2 : 3};
   const formula = (find("whatif").querySelector(`[value="${o.loss}"]`)?.closest("[data-formula]").dataset.formula ?? "")
     + (o.kl_coef && LOSSES[family] ? " + kl_coef · KL" : o.sft_coef && family === "dpo" ? " + sft_coef · nll" : "");
   put("loss", `${state.whatIf ? "What if: " : ""}${name || family}`);
@@ -478,7 +478,7 @@ function settingsOf({algorithm, flags = {}}) {
 }
 
 function inputOf(episode, group, g, added) {  // of tokenWeights
-  const {turn, new: logp, old, ref, sampled} = numbersOf(episode), last = Math.max(0, ...turn);
+  const {turn, new: logp, old, ref, sampled} = numbersOf(episode), last = largestOf(turn);
   const rewards = Array.from({length: last + 1}, (_, k) => episode.turn_rewards?.[k] ?? 0);
   if (group.chosen) rewards[last] += (episode === group.chosen) - sum(rewards);
   if (episode === theEpisode()) rewards[last] += added;
@@ -545,7 +545,7 @@ function drawSame(right = state.right, task = state.task) {  // on the left stay
   const [earlier] = [...items[state.left].episodes].sort((a, b) => common(b) - common(a)), parting = common(earlier);
   put("tasks", tasks.map(([name], i) => h("option", {value: i, selected: i === task}, short(name, 80))));
   put("dots", items.map((item, i) => h("button", {"aria-pressed": i === state.right, onclick: () => drawSame(i)},
-    rewardBars(item, rewardRange(items)), h("small", {}, item.label))));
+    rewardBars(item, rewardRange(items)), h("small", {}, item.label), h("small", {}, solvedOf(item.episodes)))));
   Object.assign(find("occurrence"), {max: items.length - 1, value: state.right});
   put("sides", [[state.left, earlier], [state.right, now]].map(([place, episode]) =>
     talk(episode, items[place].label, (node, t) =>
