@@ -9,17 +9,15 @@ from contextlib import suppress
 
 from core.tool_calls import (THOUGHT_ENDS, THOUGHTS, after_thought, any_of, check_call,
                              parse_tool_calls)
-from extras.data.tables import need_text_alone, truth
+from extras.data.tables import THOUGHT_FIELDS, need_text_alone, text_of, truth
 
 TAGGED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 PYTHON_CALL = re.compile(r"(?<=<tool_call>)\s*\{'.*?(?=</tool_call>)", re.DOTALL)
-THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 OTHER_THOUGHTS = ("reasoning_details", "thinking_blocks", "thought")  # of APIs, beside one of these
 # A message is learned unless one of these is false. OpenAI calls the field "weight".
 LOSS_FIELDS = ("loss", "weight", "trainable")
 # Words in names of other fields of that kind. Some say what is learned, and some what is not.
 LOSS_WORDS = {"train", "training", "trained", "trainable", "mask", "masked", "loss", "learn"}
-TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are OpenAI's newer names
 NO_THOUGHT = "<think></think>"  # before an answer, so that it is read as nothing else
 # The role of a message -> the roles that may come next, and how an error names the place.
 NEXT = {
@@ -104,7 +102,7 @@ def one_per_turn(messages):
         if role == "tool" and text and not TAGGED_RESULT.sub("", text):
             turns += [{**message, "content": result} for result in TAGGED_RESULT.findall(text)]
         elif is_next and is_call:
-            before = _text_of(last.get("content") or "")
+            before = text_of(last.get("content") or "")
             thoughts = {name: last.get(name) for name in THOUGHT_FIELDS}
             turns[-1] = {**last, **message, **thoughts, "content": f"{before}\n{text}",
                          "loss": min(_loss(last), _loss(message))}
@@ -145,7 +143,7 @@ def _past_turn(chat, message, thought):
 
     The template itself cuts a thought out of the text.
     """
-    text = _text_of(message["content"])
+    text = text_of(message["content"])
     past = {name: message[name] for name in message if name not in THOUGHT_FIELDS}
     if thought or "</think>" in text and not _begins_with_thought(chat, thought, text):
         past |= {"reasoning_content": thought or "", "thinking": thought or ""}
@@ -177,7 +175,7 @@ def _read_message(message, chat):
     is_assistant = message["role"] == "assistant"
     calls = message.get("tool_calls") or []
     content = message.get("content")
-    text = "" if content is None and calls else _text_of(content)
+    text = "" if content is None and calls else text_of(content)
     thought = _thought(message)
     if thought and not is_assistant:
         raise ValueError("a thought must stand in an assistant message")
@@ -202,7 +200,7 @@ def _thought(message):
     thoughts = {}
     for name in THOUGHT_FIELDS:
         if message.get(name) not in (None, [], {}):
-            thoughts[_text_of(message[name], name).strip()] = name
+            thoughts[text_of(message[name], name).strip()] = name
     if len(thoughts) > 1:
         thoughts.pop("", None)
     if len(thoughts) > 1:
@@ -238,20 +236,6 @@ def _as_json(call):
     with suppress(ValueError, SyntaxError):
         return json.dumps(ast.literal_eval(call[0].strip()))
     return call[0]
-
-
-def _text_of(content, name="content"):
-    """Return the text of a field, which may be a list of text parts."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        for part in content:
-            is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
-            if not is_text or part.get("type") not in TEXT_PARTS:
-                raise ValueError(f"{name} must be text or text parts, got the part {part!s:.60}")
-            need_text_alone(part)
-        return "".join([part["text"] for part in content])
-    raise ValueError(f"{name} must be text or text parts, got {type(content).__name__}")
 
 
 def _ids_before_turn(chat, since, calls, ids):

@@ -51,6 +51,8 @@ STRICT = {"object_pairs_hook": unique, "parse_float": finite, "parse_constant": 
 # -------------------------------------------------------------------------------- what a field says
 TRUTH = (dict.fromkeys(("false", "no", "off", "n", "f", 0.0), 0)
          | dict.fromkeys(("true", "yes", "on", "y", "t", 1.0), 1))
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are OpenAI's newer names
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -88,6 +90,20 @@ def need_text_row(row: dict, reset=None):
     if not row.keys().isdisjoint(MEDIA):
         read = inspect.signature(reset).parameters if reset else ()
         need_text_alone(row, ", or take their text alone: --fields unread={name}", read)
+
+
+def text_of(content, name="content"):
+    """Return the text of a field, which may be a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        for part in content:
+            is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+            if not is_text or part.get("type") not in TEXT_PARTS:
+                raise ValueError(f"{name} must be text or text parts, got the part {part!s:.60}")
+            need_text_alone(part)
+        return "".join([part["text"] for part in content])
+    raise ValueError(f"{name} must be text or text parts, got {type(content).__name__}")
 
 
 # -------------------------------------------------------------------------------------- tables
@@ -171,6 +187,9 @@ def _with_our_names(message: dict) -> dict:
     if "from" in message:
         message |= {"role": message["from"], "content": message.get("value")}
     call = message.pop("function_call", None)
+    for name in THOUGHT_FIELDS:
+        if message.get(name) not in (None, [], {}):
+            message[name] = text_of(message[name], name)
     role = message.get("role")
     said = message.get("content") or ""
     if role in ("function_call", "tool_call") and "<tool_call>" not in said:

@@ -678,6 +678,18 @@ def test_a_part_that_is_no_text_is_refused(chat, content):
         assert recorded_ids(chat, [{"role": "user", "content": [{"type": kind, "text": "How "}, {"type": kind, "text": "many?", "image": None}]}, ANSWER]) == recorded_ids(chat, [ASK, ANSWER])
 
 
+def test_a_thought_in_the_prompt_of_a_task_is_text_or_refused(tmp_path):
+    """The template wrote it into the prompt of a rollout as Python spells it."""
+    def task(thought):
+        past = {**ANSWER, "reasoning_content": thought}
+        row, = load_tasks("envs.prompts:Prompts", "train", None, 0, write(tmp_path, [{"prompt": [ASK, past, ASK]}]))
+        return opening(Prompts.reset, row, "")
+    assert task([{"type": "text", "text": "Half."}]) == task("Half.")
+    for thought in (True, {"text": "Half."}, ["Half."]):
+        with pytest.raises(UserError, match="rows.jsonl:1: reasoning_content must be text or text parts, got "):
+            task(thought)
+
+
 def test_a_message_with_a_picture_is_refused(tokenizer, tmp_path):
     """Ollama's form, in chats, in pairs and in the prompts of tasks."""
     ask = {**ASK, "images": ["cats.png"]}
