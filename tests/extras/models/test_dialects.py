@@ -201,6 +201,35 @@ def test_lfm_writes_strings_as_they_are_and_words_of_json(source, value):
         assert parse_tool_calls(text)[1][-1] == {"name": "f", "arguments": {"a": value, "b": 1}}, text
 
 
+def test_only_a_text_holds_tags():
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<paramet=b>\nx\n</parameter>\n</function>\n</tool_call>"
+    assert parse_tool_calls(text, schema(a={"type": "integer"}))[1:] == ([], ["error: unexpected '<paramet=b>\\nx\\n</para' in a tool call"])
+    assert parse_tool_calls(text, TEXT)[1] == [{"name": "f", "arguments": {"a": "1\n</parameter>\n<paramet=b>\nx"}}]
+
+
+@pytest.mark.parametrize("tools", [None, schema(a={"type": "string"}, b={"type": "string"})])
+def test_a_missing_closing_tag_is_an_error_and_the_next_call_is_made(tools):
+    good = "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
+    bad = "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
+    for text in (bad, f"{bad}\n{good}"):
+        _, calls, errors = parse_tool_calls(text, tools)
+        assert len(calls) == text.count(good) and errors == ["error: unexpected '<parameter=a>\\n1\\n<par' in a tool call"]
+    # Before the same opener a closing tag ends a call, whatever stands before it.
+    _, calls, errors = parse_tool_calls(bad.replace("2\n</parameter>\n", "2\n") + f"\n{good}", tools)
+    assert len(calls) == len(errors) == 1
+
+
+def test_a_bad_call_is_skipped_with_the_calls_in_it():
+    inner = "<tool_call>\n<function=g>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    gemma = '<|tool_call>call:g{a:<|"|>1<|"|>}<tool_call|>'
+    lfm = "<|tool_call_start|>[g(a='1')]<|tool_call_end|>"
+    for text in (f"<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n{inner}\n</parameter>\n</function>\n</tool_call>",
+                 f'<tool_call>{{"name": "f", "arguments": {{"a": "{inner}",}}}}</tool_call>', f'{{"name": "f", "arguments": {{"a": "{inner}",}}}}',
+                 f'[TOOL_CALLS]f[ARGS]{{"a": "{inner}",}}', f'<|tool_call>call:f{{a:<|"|>{gemma}<|"|>,a:1}}<tool_call|>', f"<|tool_call_start|>[f(a='{lfm}', b=c)]<|tool_call_end|>"):
+        content, calls, errors = parse_tool_calls(f"{text}")
+        assert content == "" and calls == [] and len(errors) == 1, text
+
+
 def test_tagged_values_are_json_or_text():
     for raw, value in {
         "1": 1,
