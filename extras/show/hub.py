@@ -37,7 +37,7 @@ def look_into(source: str):
     path = Path(newest(source))
     if not (is_adapter(path) or (path / "config.json").exists()):
         raise UserError(f"{source}: holds no run with a checkpoint, no adapter and no model")
-    run = path.absolute().parents[1] if path.parent.name == "checkpoints" else path
+    run = path.resolve().parents[1] if path.parent.name == "checkpoints" else path
     adapter, state, result = [read_json(file) if file.exists() else {} for file in (
         path / ADAPTER, path / "state.json", run / "result.json")]
     shapes = {}
@@ -118,8 +118,9 @@ def card(folder, name: str, base: str) -> str:
 def run_words(folder) -> dict:
     """Return what the card says of a run: its step, data, flags and results."""
     before, after = (folder.result.get(when) or {} for when in ("before", "after"))
+    names = [*HELD_OUT, *(name for name in after if name.startswith("success/"))]
     rows = [f"| {name} | {number(before, name)} | {number(after, name)} |"
-            for name in HELD_OUT if after.get(name) is not None]
+            for name in names if after.get(name) is not None]
     # Without extras/show a run does not say which differ: all of them are shown.
     line = re.search(f"^{CHANGED}(.*)$", read_text(folder.run / CONFIG), re.M)
     changed = line[1].split(", ") if line else folder.flags
@@ -140,7 +141,7 @@ def push(source: str, name: str, base: str | None, private: bool, dry_run: bool)
     files = {file.name: file for file in folder.path.glob("*.*") if file.name not in NOT_UPLOADED}
     base = base or folder.base
     if Path(base).is_dir() and folder.adapter:
-        if Path(base).absolute().parent not in (folder.path.absolute(), folder.run):
+        if Path(base).parent not in (folder.path.resolve(), folder.run):
             raise UserError(f"{source}: its base model is {base}, a folder that others do not "
                             "have; name it on the hub (--base owner/model), or merge first "
                             f"(python lora.py merge {source} FOLDER) and push that folder")

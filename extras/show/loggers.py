@@ -125,7 +125,7 @@ def as_evaluated(metrics: dict) -> dict:
 def usual(numbers: dict) -> dict:
     """Return the finite numbers of a line under the names that loggers show them by."""
     shown = {}
-    for name, value in numbers.items():
+    for name, value in json_value(numbers).items():
         room = "eval" if name.startswith("eval/") else "train"
         name = name.removeprefix("eval/")
         name = USUAL.get(name) or re.sub("^reward/(.+)", r"rewards/\1/mean", name)

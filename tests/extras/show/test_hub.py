@@ -103,8 +103,8 @@ def hub(tmp_path):
     server.shutdown()
 
 
-def push(hub, *words, token="hf_good"):
-    environ = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+def push(hub, *words):
+    environ = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_good", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     return subprocess.run([sys.executable, "lora.py", "push", *map(str, words)], cwd=ROOT, env=environ, capture_output=True, text=True)
 
 
@@ -135,6 +135,12 @@ def test_what_is_pushed_is_loaded_by_peft_and_transformers_as_its_card_says(run,
     # What the first block has merged is what Ollama imports.
     merged, tokenizer = load_model("merged", train=False)
     assert torch.allclose(merged(token_ids).logits, expected, atol=1e-5) and tokenizer.chat_template
+
+
+def test_a_run_that_is_reached_by_a_link_has_its_base_beside_it(run, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(run)
+    assert merge.main(["push", str(tmp_path / "link"), "me/x", "--dry_run"]) == 0
+    assert "base/model.safetensors" in capsys.readouterr().out
 
 
 def test_the_card_says_what_the_run_was(run, capsys):
@@ -201,8 +207,12 @@ def test_what_cannot_be_is_answered_in_one_line(run, hub, tmp_path, capsys, monk
         assert merge.main(words) == 2
         error = capsys.readouterr().err
         assert error.startswith("lora.py: ") and says in error and error.count("\n") == 1
-    done = push(hub, run, "me/x", token="hf_bad")
-    assert done.returncode == 2 and done.stderr.startswith("lora.py: ") and "401" in done.stderr and not hub.folder.exists(), done.stderr
+    for name, value in (("constants.ENDPOINT", hub.url), ("constants.HF_HUB_OFFLINE", False)):
+        monkeypatch.setattr(f"huggingface_hub.{name}", value)
+    monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    assert merge.main(["push", str(run), "me/x"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lora.py: ") and "401" in error and error.count("\n") == 1 and not hub.folder.exists(), error
     monkeypatch.setitem(sys.modules, "extras.show.hub", None)
     assert merge.main(["push", str(run), "me/x"]) == 2
     assert capsys.readouterr().err == "lora.py: push needs extras/show, which is not here\n"

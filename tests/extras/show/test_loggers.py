@@ -2,9 +2,11 @@
 import json
 import shutil
 import struct
+import time
 
 import pytest
 import saving
+import torch
 
 import sft
 from agent import Trajectory
@@ -44,7 +46,7 @@ def drive(folder, names, killed_at=None, fork=None, **options):
                            loss_mask=[0, 1], logprobs=[0.0, -0.5], rewards=[0.5], reward=0.5, reward_parts={"answer": 0.5}, group_id="0",
                            stop_reason="done", info={"env": "equations", "success": True})
             run.log_episodes([t])
-            run.log(loss=1 - step / 4, kl=float("nan"), margin=2.0)
+            run.log(loss=1 - step / 4, kl=float("nan"), margin=torch.tensor(2.0))
             run.end_step(step)
         run.finish({"success": 0.5, "episodes": 8})
 
@@ -79,9 +81,12 @@ def read_wandb(folder):
     kept, config, ids = {}, {}, set()
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         ids.add(path.stem)
-        for data in wandb_records(path.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+        for _ in range(100):  # its other process may write on after finish()
+            records = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(path.read_bytes())]
+            if records[-1].WhichOneof("record_type") == "exit":
+                break
+            time.sleep(0.1)
+        for record in records:
             if record.WhichOneof("record_type") == "run":
                 config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
                 assert record.run.project == "agentic-rl" and record.run.display_name == folder.name
