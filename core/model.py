@@ -195,7 +195,7 @@ def save_model(model, folder: str):
 
 
 def share_weights(folder):
-    """Let everyone read the weights in a folder who may read its JSON: safetensors lets no other."""
+    """Let all who may read a folder's JSON read its weights. safetensors lets no other user."""
     for file in Path(folder).glob("*.safetensors"):
         with suppress(PermissionError):  # not every disk has modes
             file.chmod(next(Path(folder).glob("*.json")).stat().st_mode)

@@ -318,7 +318,7 @@ class Run:
 
     # -------------------------------------------------------------------------------- the result
     def finish(self, after: dict, next_program="agent.py", **extra) -> dict:
-        """Write result.json with the `extra` entries, print what came out, and return the result."""
+        """Write result.json with the `extra` entries, print what came out, return the result."""
         self.after = after
         self.save()  # what no step has saved: of 0 steps there is a checkpoint, too
         result = {"success_before": self.before.get("success"),

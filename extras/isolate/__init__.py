@@ -55,7 +55,8 @@ MIXED = ("tools replaced sys.stdout (contextlib.redirect_stdout?) while those of
          "ran, in threads of the same process, so that their results are mixed up; hold a "
          "threading.Lock of the module meanwhile, or run such code in a process of its own")
 # What a client says where a server has fewer sessions than there are episodes at once.
-CLOSED = re.compile("ConnectionClosed|ConnectionReset|ConnectionAborted|BrokenPipe|RemoteDisconnected"
+CLOSED = re.compile("ConnectionClosed|ConnectionReset|ConnectionAborted|BrokenPipe"
+                    "|RemoteDisconnected"
                     "|(connection|session|socket).*(closed|reset|limit|capacity|full)", re.I | re.S)
 ONE_SESSION = ("; a server that has a single session closes the connections of all other episodes: "
                "start it with a session for each episode that is played at once (OpenEnv: "

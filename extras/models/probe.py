@@ -86,14 +86,14 @@ def no_panic(path):
 
 
 def check_tokenizer(model, tokenizer, path):
-    """Refuse a tokenizer that cannot encode, or has tokens without an embedding that may be written.
+    """Refuse a tokenizer that cannot encode, or may write tokens that have no embedding.
 
     A special token that the template does not write needs none, such as Gemma 3's for images.
     """
     longest = tokenizer.model_max_length
     if type(longest) not in (int, float):
-        raise UserError(f"{path}: tokenizer_config.json: model_max_length is {longest!r:.80}; write "
-                        "a number there, or leave it out")
+        raise UserError(f"{path}: tokenizer_config.json: model_max_length is {longest!r:.80}; "
+                        "write a number there, or leave it out")
     with no_panic(path), reading(path):
         tokenizer.decode(tokenizer.encode("a"))
     vocabulary = len(model.get_input_embeddings().weight)
