@@ -19,7 +19,7 @@ import yaml
 
 from core.config import UserError, reading
 from core.data import is_finite, json_value, members, parse_object, read_json
-from core.run import CONFIG, EPISODES, LOGGED_EPISODES, algorithm_of, write_whole
+from core.run import CONFIG, EPISODES, algorithm_of, write_whole
 from envs.transcripts import transcript
 from extras.show.metrics import meaning
 from extras.show.notes import CHANGED, Alarms, log_rows, wilson
@@ -29,6 +29,7 @@ FILES = Path(__file__).with_name("page")
 PROGRAMS = Path(__file__).parents[2]  # their folder
 PAGE_BYTES = 1_750_000  # of the data of all episodes on a page
 MAX_ROWS = 1000  # of a log, on a page
+MAX_EPISODES = 128  # of a step, on a page
 # A column of tokens.jsonl: its name on the page.
 COLUMNS = {"advantages": "advantage", "old": "old", "new": "new", "ref": "ref",
            "entropy": "entropy", "weight": "weight"}
@@ -135,11 +136,11 @@ def run_data(path, budget):
 
     Of its episodes there are as many as `budget` bytes hold. Raises UserError.
     """
-    algorithm, flags, header = program_of(path), {}, ""
-    if (path / CONFIG).is_file():
-        with reading(path / CONFIG):
+    algorithm, header = program_of(path), ""
+    with reading(path / CONFIG):
+        if algorithm:
             header = (path / CONFIG).read_text("utf-8")
-            flags = yaml.safe_load(header) or {}
+        flags = yaml.safe_load(header) or {}
     with reading(path / "result.json"):
         result = result_of(path)
         evaluated = {name: with_interval(result.get(name) or {}) for name in ("before", "after")}
@@ -170,10 +171,8 @@ def alarms_of(rows, flags):
     """Yield the alarms that a run has raised."""
     alarms = Alarms(flags, has_expert=False)
     for row in rows:
-        known = set(alarms.raised)
-        texts = alarms.add(row)
-        for name, text in zip(sorted(alarms.raised - known), texts):
-            yield {"step": row["step"], "name": name, "text": text}
+        for text in alarms.add(row):
+            yield {"step": row["step"], "text": text}
 
 
 def thinned(rows):
@@ -195,7 +194,7 @@ def thinned(rows):
 
 
 def equations():
-    """Return where each loss of the programs is computed, and its formula."""
+    """Return where each loss of the programs is computed."""
     found = []
     for program in ("grpo", "dpo", "sft", "reward_weighted"):
         path = PROGRAMS / f"{program}.py"
@@ -209,12 +208,11 @@ def equations():
                     names[key.value] = getattr(value, "elts", [value])[0].id
         for loss, name in names.items():
             # The line that computes it: an assignment to `loss`, or else the last one.
-            body = functions[name]
-            line = next((node for node in body.body if isinstance(node, ast.Assign)
-                         and ast.unparse(node.targets[0]) == "loss"), body.body[-1])
+            body = functions[name].body
+            line = next((node for node in body if isinstance(node, ast.Assign)
+                         and ast.unparse(node.targets[0]) == "loss"), body[-1])
             found.append({"loss": loss, "file": path.name, "line": line.lineno,
-                          "code": " ".join(ast.get_source_segment(text, line).split()),
-                          "formula": re.split(r": |\.?\n\n", ast.get_docstring(body))[0]})
+                          "code": " ".join(ast.get_source_segment(text, line).split())})
     return found
 
 
@@ -257,7 +255,7 @@ def step_data(step, episodes, tokens, read, algorithm):
     if algorithm == "dpo":
         pairs = [pair(step, *whole[i:i + 2], read.flags) for i in range(0, len(whole) - 1, 2)]
         return {"pairs": pairs, "played": played}
-    for number, (line, row) in enumerate(episodes.rows(step, LOGGED_EPISODES)):
+    for number, (line, row) in enumerate(episodes.rows(step)):
         with reading(episodes.path, line):
             whole.append((row, read(row, recorded.get(number, {}))))
     ids = [row.get("group_id", "") for row, _ in whole]
@@ -326,13 +324,12 @@ class Log:
                     self.places.setdefault(step, []).append((number, offset))
                 offset += len(line)
 
-    def rows(self, step, limit=None):
-        """Yield (number of the line, row) of a step: `limit` rows, and the rest of their group.
+    def rows(self, step):
+        """Yield (number of the line, row) of a step, up to MAX_EPISODES.
 
         A last line that was cut when the run was killed is left out.
         """
-        last_group = None
-        for count, (number, offset) in enumerate(self.places.get(step, ()), 1):
+        for number, offset in self.places.get(step, ())[:MAX_EPISODES]:
             with reading(self.path, number), open(self.path, "rb") as file:
                 file.seek(offset)
                 line = file.readline()
@@ -342,9 +339,6 @@ class Log:
                     if line.endswith(b"\n"):
                         raise
                     return
-            if limit and count > limit and row.get("group_id") != last_group:
-                return
-            last_group = row.get("group_id")
             yield number, row
 
 
@@ -364,31 +358,29 @@ class Reader:
         if not ids or not self.tokenizer:
             turns = [{"role": "transcript", "start": 0, "end": 1, "trained": False}]
             tokens, ids, trained, recorded = [transcript(row)], [0], [], {}
-        data = {"reward": float(row["reward"]),
-                "parts": {name: float(part) for name, part in row["reward_parts"].items()},
-                "turn_rewards": [float(reward) for reward in row["rewards"]],
-                "stop_reason": str(row.get("stop_reason")),
-                "success": bool(row["info"].get("success")),
-                "advantage": float(columns["advantages"][0].mean()) if "advantages" in columns
-                and len(trained) else None,
+        # What is no number raises TypeError.
+        math.fsum([row["reward"], *row["rewards"], *row["reward_parts"].values()])
+        advantages = columns.get("advantages", [sampled[:0]])[0]
+        data = {"reward": row["reward"], "parts": row["reward_parts"],
+                "turn_rewards": row["rewards"], "stop_reason": str(row.get("stop_reason")),
+                "advantage": float(advantages.mean()) if len(advantages) else None,
                 "tokens": tokens, "ids": ids, "turns": turns, "at": trained,
                 "calls": calls_of(row, turns), "sampled_f32": as_text(sampled),
                 "updates": self.updates(columns, sampled) if recorded else []}
         if "ref_sum" in recorded:
-            data["log_ratio"] = float(columns["new"][0].sum() - unpacked(recorded["ref_sum"][0])[0])
+            sums = [unpacked(recorded[name][0]).sum() for name in ("new", "ref_sum")]
+            data["log_ratio"] = float(sums[0] - sums[1])
         return data
 
     def updates(self, columns, sampled):
         """Return the numbers of the tokens in the first update, and what differs in the last."""
-        updates = []
-        last = (self.flags.get("updates_per_step") or 2) - 1
-        for number in range(max(map(len, columns.values()))):
-            # Without `old` the ratio's denominator is the sampler's.
-            values = {"old": sampled} | {name: passes[-1] for name, passes in columns.items()}
-            values |= {name: passes[0] for name, passes in columns.items() if not number}
-            texts = {f"{COLUMNS[name]}_f32": as_text(values[name])
-                     for name, passes in columns.items() if number < len(passes)}
-            updates.append({"update": number and last, **texts, "clipped": self.clipped(values)})
+        updates, values = [], {"old": sampled}  # the ratio's denominator where it is not recorded
+        for number in (0, (self.flags.get("updates_per_step") or 2) - 1):
+            given = {name: passes.pop(0) for name, passes in columns.items() if passes}
+            if given:
+                values |= given
+                texts = {f"{COLUMNS[name]}_f32": as_text(x) for name, x in given.items()}
+                updates.append({"update": number, **texts, "clipped": self.clipped(values)})
         return updates
 
     def clipped(self, values):

@@ -256,7 +256,7 @@ def test_the_lines_of_both_logs_are_one_and_alarms_stand_at_their_step(tmp_path)
     assert run["steps"][:3] == [{"step": 0, "success": 0.5, "kl": 0.1, "seconds": 1.5}, {"step": 1, "success": 0.5, "kl": 0.1, "seconds": 2.0},
                                 {"step": 2, "success": 0.5, "kl": 0.1}]
     [alarm] = run["alarms"]
-    assert (alarm["step"], alarm["name"]) == (9, "kl") and alarm["text"].startswith("KL to the policy this run started from is 0.88")
+    assert alarm["step"] == 9 and alarm["text"].startswith("KL to the policy this run started from is 0.88")
     metrics = data_of(name)["metrics"]
     assert metrics["kl"] == list(meaning("kl")) and set(metrics) == {"step", "success", "kl", "seconds"}
 
@@ -270,13 +270,13 @@ def test_no_spike_of_a_long_run_is_lost(tmp_path):
     assert [row["eval/success"] for row in steps if "eval/success" in row] == [t / 10 for t in range(10)]
 
 
-def test_every_loss_has_its_line_and_its_formula(tmp_path):
+def test_every_loss_has_its_line(tmp_path):
     found = {row["loss"]: row for row in run_of(folder(tmp_path))["equations"]}
     assert found.keys() >= grpo.LOSSES.keys() | dpo.LOSSES.keys() | {"imitate", "exp", "linear"}
     for row in found.values():  # what stands there is the code
         lines = (ROOT / row["file"]).read_text().splitlines()
-        assert row["code"].startswith(lines[row["line"] - 1].strip()) and "\n\n" not in row["formula"]
-    assert found["grpo"]["formula"] == "-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)" and "torch.min" in found["dapo"]["code"]
+        assert row["code"].startswith(lines[row["line"] - 1].strip())
+    assert "-torch.min(ratio" in found["dapo"]["code"] and found["grpo"]["file"] == "grpo.py"
 
 
 def test_the_flags_that_differ_from_the_defaults_are_named_in_the_file(tmp_path):
@@ -334,7 +334,7 @@ def test_a_line_cut_by_a_kill_is_left_out_and_a_broken_one_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("broken", [
-    {"messages": 3}, {"messages": [{"role": "user"}]}, {"reward": "much"}, {"reward": None}, {"logprobs": [0.0]}, {"info": []},
+    {"messages": 3}, {"messages": [{"role": "user"}]}, {"reward": "much"}, {"reward": None}, {"logprobs": [0.0]},
     {"token_ids": ["<script>"] * 4}, {"token_ids": [-1] * 4}, {"rewards": ["x"] * 4}, {"loss_mask": None}])
 def test_what_is_no_episode_is_named_by_line(tmp_path, broken):
     name = folder(tmp_path, episodes=[episode(calls=()), episode(calls=()) | broken])
