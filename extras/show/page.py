@@ -354,6 +354,9 @@ class Reader:
         sampled = np.array([row["logprobs"][t] for t in trained], np.float32)
         columns = {name: [unpacked(text) for text in recorded[name]]
                    for name in COLUMNS if name in recorded}
+        if "new" in columns and not sampled.any():
+            # Nobody sampled a demonstration: its probabilities are the policy's.
+            sampled = columns["new"][0]
         turns, tokens = turns_of(row), token_texts(self.tokenizer, ids)
         if not ids or not self.tokenizer:
             turns = [{"role": "transcript", "start": 0, "end": 1, "trained": False}]

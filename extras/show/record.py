@@ -86,6 +86,7 @@ class Recording(core.run.Run):
         lines = self.lines_of_step(step)
         # All ranks have to be here, and only one writes.
         self.token_lines = [line for share in self.ranks.gather(lines) for line in share]
+        self.token_lines.sort(key=lambda line: line.get("line", 0))
         super().end_step(step)
         self.recorded, self.written = {}, []
 
@@ -94,7 +95,8 @@ class Recording(core.run.Run):
         number = {id(t): i for i, t in enumerate(self.written)}
         lines = []
         for t, columns in self.recorded.values():
-            if not (columns and self.config.record):
+            # Another rank has the gradients of the other episodes.
+            if "new" not in columns or not self.config.record:
                 continue
             place = {"episode": t.to_json()}
             if id(t) in number:

@@ -85,6 +85,19 @@ def test_the_first_and_the_last_update_stay_and_of_a_step_without_lines_a_pair(t
     assert len(lines(tmp_path)) == 2  # nothing is recorded twice
 
 
+def test_every_line_is_of_the_rank_that_has_the_gradient(tmp_path):
+    """All ranks know the advantages of all episodes, and each the gradients of its share."""
+    batch = episodes()
+    ours, theirs = recording(tmp_path), recording(tmp_path / "other")
+    for run, row in ((theirs, 0), (ours, 1)):
+        run.written = batch
+        run.record(batch, advantages=torch.full((2, 6), 0.5))
+        run.record(batch[row:row + 1], new=torch.full((1, 6), float(row)))
+    ours.ranks.gather = lambda item: [item, theirs.lines_of_step(0)]
+    ours.end_step(0)
+    assert [(line["line"], numbers(line, "new")[0][0]) for line in lines(tmp_path)] == [(0, 0.0), (1, 1.0)]
+
+
 def test_numbers_keep_their_bits():
     values = torch.tensor([0.0, -0.0, 1e-30, -3.4e38, float("nan"), 1 / 3])
     assert unpacked(packed(values)).tobytes() == values.numpy().tobytes() and len(unpacked(packed([]))) == 0

@@ -204,6 +204,15 @@ def test_a_pair_stands_side_by_side_with_its_implicit_rewards(tmp_path):
     assert (pair["chosen"]["reward"], pair["rejected"]["reward"]) == (1.0, 0.0) and numbers(pair["chosen"]["updates"][0]["weight_f32"]) == pytest.approx([-0.1] * 2)
 
 
+def test_the_probabilities_of_a_demonstration_are_the_policys(tmp_path):
+    """Nobody sampled it: its log-probabilities are 0."""
+    row = episode(calls=(), step=0) | {"logprobs": [0.0] * 4}
+    name = folder(tmp_path, episodes=[row])
+    byte_level(tmp_path)
+    write(tmp_path / "tokens.jsonl", [recorded(0, 0, new=[[-1.5, -0.25], [-1.0, -0.5]])])
+    assert numbers(episodes_of(name)[0]["sampled_f32"]) == [-1.5, -0.25]
+
+
 def test_a_group_that_teaches_nothing_says_why(tmp_path):
     rows = [episode(step=0, reward=1.0), episode(step=0, reward=1.0)]
     assert run_of(folder(tmp_path, episodes=rows))["groups"][0]["silent"] == "all rewards are equal, so no episode is better than the others"
