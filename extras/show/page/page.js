@@ -179,13 +179,12 @@ const theGroups = () => STEPS[state.run][state.step]?.[1] || [];
 const theGroup = () => theGroups()[state.group];
 const theEpisode = () => theGroup().episodes[state.episode];
 const goTo = change => show({token: null, pinned: false, group: 0, episode: 0, ...change});
-const isHidden = episode => document.body.className === "class" && !revealed.has(episode);
+const isHidden = episode => document.body.classList.contains("class") && !revealed.has(episode);
 const reveal = episodes => show(void episodes.forEach(episode => revealed.add(episode)));
 const tells = name => /advantage|weight|clipped/.test(name);  // what a class is to predict
 
 function stepsOf(run) {
-  const asGroup = pair => ({...pair, episodes: [pair.chosen, pair.rejected]});
-  const all = [...(run.groups || []), ...(run.pairs || []).map(asGroup)];
+  const all = [...(run.groups || []), ...(run.pairs || []).map(p => ({...p, episodes: [p.chosen, p.rejected]}))];
   for (const group of all) if (!group.chosen) group.episodes.sort((a, b) => b.reward - a.reward);
   return members(all.map(group => group.step)).map(places => [all[places[0]].step, places.map(i => all[i])])
     .sort(([a], [b]) => a - b);
@@ -333,7 +332,7 @@ function drawGroup() {
   const largest = largestOf(advantages.map(a => a ?? 0));
   put("task", group.task);
   put("statistics", statistics(group), group.chosen ? " · implicit rewards "
-    + (group.implicit_reward || []).map(number).join(" and ") : ` · episodes: ${episodes.length}`);
+    + (group.implicit_reward || []).map(number).join(" and ") : "");
   put("silence", `This group teaches nothing: ${group.silent}.`).hidden = !group.silent;
   put("rows", episodes.map((episode, e) => h("div.row", {"aria-current": e === state.episode,
     onclick: () => show({episode: e, token: null, pinned: false})},
@@ -349,9 +348,10 @@ function drawGroup() {
   every(".strip").forEach((canvas, e) => drawStrip(canvas, e, episodes[e]));
 }
 
-function colourNow() {
-  const {needs} = COLOURS[state.colour], secret = tells(state.colour) && theGroup().episodes.some(isHidden);
-  return secret || needs && !numbersOf(theEpisode())[needs] ? "trained" : state.colour;
+const isRecorded = name => !COLOURS[name].needs || Boolean(numbersOf(theEpisode())[COLOURS[name].needs]);
+function colourNow() {  // what one asked for, if it was recorded and does not tell the class the answer
+  const colour = [state.colour, "weight", "trained"].find(isRecorded);
+  return tells(colour) && theGroup().episodes.some(isHidden) ? "trained" : colour;
 }
 const valuesOf = (episode, n, {needs, of} = COLOURS[colourNow()]) => episode.at.map((_, i) => n[needs] ? of(n, i) : 0);
 
@@ -380,11 +380,11 @@ function drawStrip(canvas, e, episode) {  // in a what-if its lower half
 }
 
 function drawColours() {
-  const n = numbersOf(theEpisode()), {two, write = signed} = COLOURS[colourNow()], [colour, largest] = painter();
+  const {two, write = signed} = COLOURS[colourNow()], [colour, largest] = painter();
   for (const button of every("[data-colour]")) {
-    const name = button.dataset.colour, {needs} = COLOURS[name];
-    button.setAttribute("aria-pressed", name === state.colour);
-    button.disabled = Boolean(needs && !n[needs]);
+    const name = button.dataset.colour;
+    button.setAttribute("aria-pressed", name === colourNow());
+    button.disabled = !isRecorded(name);
     if (name === colourNow()) put("meaning", button.title);
   }
   put("update", state.last ? "last update" : "first update");
@@ -512,7 +512,7 @@ function computeWhatIf() {
 }
 
 function fillForm(values) {
-  find("whatif").dataset.family = values.loss.split(":")[0];
+  document.body.dataset.family = values.loss.split(":")[0];
   for (const input of find("whatif")) if (input.name in values) input.value = values[input.name];
   every("output").forEach(node => put(node, number(Number(find("whatif")[node.htmlFor.value].value))));
 }
