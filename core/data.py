@@ -35,9 +35,9 @@ def read_text(path):
     return "".join(text for _, text in lines_of(path))
 
 
-def parse_object(text: str) -> dict:
+def parse_object(text: str, **rules) -> dict:
     """Return the JSON object that the text holds, or raise ValueError."""
-    value = json.loads(text, **JSON_RULES)
+    value = json.loads(text, **JSON_RULES | rules)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value

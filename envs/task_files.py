@@ -19,7 +19,7 @@ def json_rows(path):
         with reading(path, number):
             if text.startswith("["):
                 raise ValueError("a JSON list; write one object per line, or name the file .json")
-            row = parse_object(text) if text.strip() else None
+            row = parse_object(text, **ROW_RULES) if text.strip() else None
         if row is not None:
             yield number, row
 
@@ -41,8 +41,8 @@ def read_rows(source: str):
 
 
 # extras/data fills these: {the end or the beginning of a source: its reader}; `read_data` of
-# several sources and renamed columns; checks of a task's row, given the `reset` that reads it.
-READERS, MIXERS, ROW_CHECKS = {".jsonl": json_rows}, [], []
+# several sources and renamed columns; checks of a task's row, for its `reset`; JSON's rules in rows.
+READERS, MIXERS, ROW_CHECKS, ROW_RULES = {".jsonl": json_rows}, [], [], {}
 
 
 def read_data(data: str, fields: str | None = None, seed: int = 0):

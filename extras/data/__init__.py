@@ -16,6 +16,7 @@ from extras.data import mixtures, tables
 from extras.presence import has
 
 data.JSON_RULES.update(tables.STRICT)
+task_files.ROW_RULES.update(tables.OF_ROWS)
 task_files.READERS.update(tables.READERS)
 task_files.ROW_CHECKS.append(tables.need_text_row)
 task_files.MIXERS.append(mixtures.rows_of)

@@ -45,7 +45,8 @@ def nothing(constant):
     return None
 
 
-STRICT = {"object_pairs_hook": unique, "parse_float": finite, "parse_constant": nothing}
+STRICT = {"object_pairs_hook": unique, "parse_float": finite, "parse_constant": finite}
+OF_ROWS = {"parse_constant": nothing}  # a column that nobody reads stops no file
 
 
 # -------------------------------------------------------------------------------- what a field says
@@ -221,7 +222,7 @@ def _as_json(path, rows):
     for number, row in enumerate(rows, 1):
         with reading(path, number):
             text = json.dumps(row, default=_as_text)
-            row = json.loads(text, **STRICT | {"object_pairs_hook": _without_nulls})
+            row = json.loads(text, **STRICT | OF_ROWS | {"object_pairs_hook": _without_nulls})
         yield number, row
 
 
@@ -295,7 +296,7 @@ def json_file_rows(path):
 def list_rows(text, place="the list of rows"):
     """Yield (number, row) of a JSON list. A row is an object, or what is the prompt of one."""
     with reading(place):
-        rows = parse_object(f'{{"rows": {text}}}')["rows"]
+        rows = parse_object(f'{{"rows": {text}}}', **OF_ROWS)["rows"]
     for number, row in enumerate(rows, 1):
         yield number, row if isinstance(row, dict) else {"prompt": row}
 

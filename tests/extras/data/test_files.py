@@ -33,8 +33,7 @@ BROKEN = [
     ('[{"prompt": "a"}, {"prompt": "b"}]', ":1: a JSON list; write one object per line, or name the file .json$"),
     ('[\n  {"prompt": "a"}\n]\n', ":1: a JSON list; write one object per line, or name the file .json$"), (GOOD + "3\n", ":2: not a JSON object$"), (GOOD + "null\n", ":2: not a JSON object$"),
     (b'{"a": 1}\n{"a": "caf\xe9"}\n', ":2: byte 0xe9 is not UTF-8; save the file as UTF-8$"), ('{"a": 1}\n'.encode("utf-16"), ":1: byte 0xff is not UTF-8; save the file as UTF-8$"),
-    ('{"reward": NaN}\n', ":1: NaN is not a finite number$"), ('{"reward": -Infinity}\n', ":1: -Infinity is not a finite number$"),
-    (GOOD + '{"reward": 1e999}\n', ":2: 1e999 is not a finite number$"), ('{"a": [{"b": [1, NaN]}]}\n', ":1: NaN is not a finite number$"),
+    (GOOD + '{"reward": 1e999}\n', ":2: 1e999 is not a finite number$"),
     (GOOD + '{"prompt": 1, "prompt": 2}\n', ':2: key "prompt" twice$'), ('{"a": {"b": 1, "b": 1}}\n', ':1: key "b" twice$'),
     (GOOD + '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n", ":2: cannot be read .RecursionError: maximum recursion depth exceeded"),
     (GOOD + '{"a": ' + "9" * 5000 + "}\n", ":2: Exceeds the limit .4300 digits. for integer string conversion"), ("", ": no rows$"), ("\n \n", ": no rows$"), ("\ufeff", ": no rows$")]
@@ -130,7 +129,7 @@ def test_a_json_file_is_a_list_or_an_object_a_line(tmp_path):
     """What most published chats are, and preference_pairs.json of dpo.py, was an unknown type."""
     for text in ('[\n {"a": 1},\n {"a": "[2"}\n]\n', '\ufeff{"a": 1}\n{"a": "[2"}\n'):
         assert read_rows(write(tmp_path, text, "x.json")) == [(1, {"a": 1}), (2, {"a": "[2"})]
-    for text, says in (('[{"a": 1},]', ":1: not JSON"), ('{\n"data": []}', ":1: not JSON"), ("[]", ": no rows"), ("", ": no rows"), ('[{"a": NaN}]', ": NaN is not a finite number")):
+    for text, says in (('[{"a": 1},]', ":1: not JSON"), ('{\n"data": []}', ":1: not JSON"), ("[]", ": no rows"), ("", ": no rows")):
         path = write(tmp_path, text, "x.json")
         with pytest.raises(UserError, match=re.escape(path + says)):
             read_rows(path)
