@@ -41,7 +41,7 @@ def read_rows(source: str):
 
 
 # extras/data fills these: {the end or the beginning of a source: its reader}; `read_data` of
-# several sources and renamed columns; checks of a task's row, for its `reset`; JSON's rules in rows.
+# several sources and renamed columns; checks of a task's row and its `reset`; JSON's rules of rows.
 READERS, MIXERS, ROW_CHECKS, ROW_RULES = {".jsonl": json_rows}, [], [], {}
 
 
