@@ -125,7 +125,7 @@ def run_words(folder) -> dict:
     line = re.search(f"^{CHANGED}(.*)$", read_text(folder.run / CONFIG), re.M)
     changed = line[1].split(", ") if line else folder.flags
     flags = {flag: value for flag, value in folder.flags.items() if value and flag != "output_dir"}
-    return {"step": folder.step, "rows": "\n".join(rows), "tasks": after.get("episodes", 0),
+    return {"step": folder.step, "rows": "\n".join(rows), "tasks": after.get("episodes", "no"),
             "data": ", ".join(f"`--{flag} {flags[flag]}`" for flag in DATA if flag in flags),
             "flags": "\n".join(f"{flag}: {flags[flag]}" for flag in changed if flag in flags)}
 
