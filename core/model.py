@@ -183,8 +183,7 @@ def save_model(model, folder: str):
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    added = added_weights(model)
-    if added:
+    if added := added_weights(model):
         save_file({name: p.contiguous() for name, p in added.items()}, folder / ADDED)
     if settings(model):
         save_adapter(model, folder)

@@ -57,7 +57,7 @@ def probed(load_model):
 
 
 def check_merges(path: str):
-    """Refuse merges of a BPE that are shorter than its prefix: the tokenizer's Rust code panics."""
+    """Refuse merges of a BPE that are shorter than its prefix: the Rust code would panic."""
     file = Path(base_of(path) if is_adapter(path) else path, "tokenizer.json")
     text = file.read_bytes() if file.is_file() else b""
     # Almost no BPE has one, and the file may be large.
