@@ -193,20 +193,24 @@ def thinned(rows):
     return kept
 
 
-def equations():
-    """Return where each loss of the programs is computed."""
+def equations(programs=PROGRAMS):
+    """Return where each loss of the programs in a folder is computed."""
     found = []
     for program in ("grpo", "dpo", "sft", "reward_weighted"):
-        path = PROGRAMS / f"{program}.py"
-        text = path.read_text("utf-8")
+        path = programs / f"{program}.py"
+        text = path.read_text("utf-8") if path.is_file() else ""
         tree = ast.parse(text)
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         names = {name: function for name, (file, function) in FUNCTIONS.items() if file == program}
         for node in tree.body:
-            if isinstance(node, ast.Assign) and node.targets[0].id == "LOSSES":
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LOSSES":
                 for key, value in zip(node.value.keys, node.value.values):
-                    names[key.value] = getattr(value, "elts", [value])[0].id
+                    # The surrogate is named first, perhaps in a partial.
+                    words = re.findall(r"\w+", ast.unparse(value))
+                    names[ast.literal_eval(key)] = next(filter(functions.get, words), None)
         for loss, name in names.items():
+            if name not in functions:
+                continue
             # The line that computes it: an assignment to `loss`, or else the last one.
             body = functions[name].body
             line = next((node for node in body if isinstance(node, ast.Assign)

@@ -6,7 +6,7 @@ from itertools import takewhile
 from tqdm import tqdm
 
 import envs
-from core.config import NO_BAR, UserError, options, progress, say
+from core.config import NO_BAR, first_line, options, progress, say
 from core.data import is_finite
 from core.run import CONFIG, write_whole
 from extras.show.examples import chosen, side_by_side, whole
@@ -204,6 +204,6 @@ class Run(Recording):
         try:
             if self.writes:
                 write_html(folder)
-        except (UserError, OSError) as error:
+        except Exception as error:
             # A page must not fail a run.
-            print(f"report.html: {error}", file=sys.stderr)
+            print(f"report.html: {first_line(error)}", file=sys.stderr)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -286,6 +287,19 @@ def test_every_loss_has_its_line(tmp_path):
         lines = (ROOT / row["file"]).read_text().splitlines()
         assert row["code"].startswith(lines[row["line"] - 1].strip())
     assert "-torch.min(ratio" in found["dapo"]["code"] and found["grpo"]["file"] == "grpo.py"
+
+
+def test_a_fork_may_write_its_losses_otherwise(tmp_path):
+    (tmp_path / "grpo.py").write_text("a, b = 1, 2\nsys.x = 3\n\ndef mine(x):\n    return x\n\ndef mean(x):\n    return x\n\n"
+                                      "LOSSES = {'mine': (partial(mine, k=4), mean), 'theirs': (imported, lambda x: x)}\n")
+    assert [(row["loss"], row["line"], row["code"]) for row in view.equations(tmp_path)] == [("mine", 5, "return x")]
+
+
+def test_a_page_that_cannot_be_written_fails_no_run(tmp_path, monkeypatch, capsys):
+    from extras.show.run import Run
+    monkeypatch.setattr(view, "write_html", lambda folder: 1 / 0)
+    Run.write_page(SimpleNamespace(writes=True), tmp_path)
+    assert capsys.readouterr().err == "report.html: division by zero\n"
 
 
 def test_the_flags_that_differ_from_the_defaults_are_named_in_the_file(tmp_path):
