@@ -105,10 +105,11 @@ class Recording(core.run.Run):
         return lines
 
     def write_line(self, step, metrics, timing):
-        super().write_line(step, metrics, timing)
+        # First: a step is whole, and may be saved, with the lines that follow.
         if self.token_lines:
             self.append(TOKENS, self.token_lines)
             self.token_lines = []
+        super().write_line(step, metrics, timing)
 
 
 def keep(passes, row, episode, columns):

@@ -102,7 +102,7 @@ class Run(Recording):
 
     def write_examples(self, when, episodes):
         """Append episodes of held-out tasks to tokens.jsonl."""
-        if self.config.record:
+        if self.config.record and episodes:
             self.append(TOKENS, [{"step": self.step, "when": when, "episode": episode}
                                  for episode in episodes])
 
