@@ -370,6 +370,7 @@ class Reader:
         advantages = columns.get("advantages", [sampled[:0]])[0]
         data = {"reward": row["reward"], "parts": row["reward_parts"],
                 "turn_rewards": row["rewards"], "stop_reason": str(row.get("stop_reason")),
+                "success": row["info"].get("success"),
                 "advantage": float(advantages.mean()) if len(advantages) else None,
                 "tokens": tokens, "ids": ids, "turns": turns, "at": trained,
                 "calls": calls_of(row, turns), "sampled_f32": as_text(sampled),

@@ -216,6 +216,7 @@ def test_the_probabilities_of_a_demonstration_are_the_policys(tmp_path):
 
 def test_a_group_that_teaches_nothing_says_why(tmp_path):
     rows = [episode(step=0, reward=1.0), episode(step=0, reward=1.0)]
+    assert [e["success"] for e in episodes_of(folder(tmp_path, episodes=[episode(step=0), episode(step=0, success=False)]))] == [True, False]
     assert run_of(folder(tmp_path, episodes=rows))["groups"][0]["silent"] == "all rewards are equal, so no episode is better than the others"
 
 
