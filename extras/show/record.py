@@ -14,12 +14,13 @@ large one thins them.
 """
 import base64
 import zlib
+from contextlib import suppress
 
 import numpy as np
 import torch
 
 import core.run
-from core.run import LOGS
+from core.run import LOGS, cut_log
 
 TOKENS = "tokens.jsonl"
 LOGS.append(TOKENS)
@@ -105,11 +106,21 @@ class Recording(core.run.Run):
         return lines
 
     def write_line(self, step, metrics, timing):
-        # First: a step is whole, and may be saved, with the lines that follow.
+        super().write_line(step, metrics, timing)
+        self.write_tokens()
+
+    def write_tokens(self):
         if self.token_lines:
             self.append(TOKENS, self.token_lines)
             self.token_lines = []
-        super().write_line(step, metrics, timing)
+
+    def __exit__(self, kind, error, traceback):
+        """Write the lines of a step that has ended if what failed has left them out."""
+        if self.token_lines and self.writes:
+            with suppress(OSError):
+                cut_log(self.folder / TOKENS, self.token_lines[0]["step"])
+                self.write_tokens()
+        super().__exit__(kind, error, traceback)
 
 
 def keep(passes, row, episode, columns):

@@ -398,8 +398,8 @@ PLACES = [
     ((grpo, "token_logprobs"), 3, 1),                        # the first micro-batch of step 1 (two updates of one each)
     ((grpo, "clip_grad_norm_"), 3, 1),                       # before the first update of step 1
     ((run.Run, "write_line"), 2, 2),                         # after step 1, whose line is not written yet
-    ((run.Run, "append"), 6, 1),                             # its tokens, after its episodes
-    ((run.Run, "append"), 8, 2),                             # its timing, after its line
+    ((run.Run, "append"), 7, 2),                             # its timing, after its episodes and its line
+    ((run.Run, "append"), 8, 2),                             # its tokens
     ((show_run.Run, "show_step"), 2, 2),
     ((run.Run, "save"), 2, 2),
     ((grpo, "evaluate"), 2, 3)]                              # the last evaluation, after the last checkpoint
