@@ -578,7 +578,7 @@ def test_what_reads_data_knows_no_environment():
     code = "import sys, sft, dpo, reward_weighted, grpo; print([name for name in sys.modules if name.startswith('envs.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(sft.__file__).parent)
     # What judges answers, loads files and reads prompts is no environment with content.
-    assert set(eval(done.stdout)) <= {"envs.answers", "envs.calls", "envs.files", "envs.prompts", "envs.session", "envs.task_files", "envs.tasks"}, done.stderr
+    assert set(eval(done.stdout)) <= {"envs.answers", "envs.calls", "envs.files", "envs.prompts", "envs.session", "envs.task_files", "envs.tasks", "envs.transcripts"}, done.stderr
 
 
 def test_beside_other_data_all_tasks_are_evaluated_on_but_those_that_were_learned(tokenizer, tmp_path):
