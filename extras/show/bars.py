@@ -1,6 +1,5 @@
 """What is shown of a pass: a bar on a terminal, a line now and then elsewhere; and notes."""
 import io
-import math
 import os
 import sys
 import threading

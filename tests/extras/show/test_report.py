@@ -22,7 +22,8 @@ from envs.transcripts import beginning
 from extras.show import page as view
 from extras.show.metrics import meaning
 from extras.show.notes import wilson
-from extras.show.page import MAX_ROWS, spread, token_texts
+from extras.show.page import MAX_ROWS, spread
+from extras.show.recorded import token_texts
 from extras.show.record import packed
 
 ROOT = Path(__file__).resolve().parents[3]
