@@ -1,11 +1,10 @@
 """The same numbers in less time, but for rounding. No equation changes.
 
     fused.py, beside.py  the forward pass of Llama, Qwen2 and Qwen3 in few kernels, for the rollout
-    head.py              log-probabilities whose gradient is kept in the forward pass
     attention.py         attention over long prompts, on a GPU, and in an update on a CPU
     static_engine.py     decode steps that become CUDA graphs
     sampling.py          sampling in pieces of the batch; top-k and top-p
-    loading.py           attention and head of a loaded model, and switches of the device
+    loading.py           attention of a loaded model, and switches of the device
     processor.py         the default of --dtype, float32 products by bf16 instructions, and freed
                          memory given back
     order.py             which episodes share a forward pass
