@@ -158,6 +158,7 @@ def test_ascii_locale(program):
 def started(folder, **changes):
     config = Config(output_dir=str(folder), **changes)
     book = Run(config, "grpo")
+    book.planned = 4
     book.begin()
     return book
 

@@ -90,7 +90,9 @@ class Bar(tqdm):
 
     @property
     def elapsed(self):
-        """The seconds since the pass began."""
+        """The seconds since the pass began, 0 of a bar that is not shown."""
+        if self.disable:
+            return 0
         return self._time() - getattr(self, "start_t", self._time())
 
     @property
