@@ -84,7 +84,7 @@ from pathlib import Path
 sys.path.insert(0, os.getcwd())
 base, place = sys.argv[1:]
 import agent, dpo, grpo, merge, reward_weighted, sft
-common = dict(model_path=base, eval_tasks=2, env="equations")
+common = dict(model_path=base, eval_tasks=2, env="equations", max_turns=2)
 play = dict(max_samples=8, tasks_per_step=2, group_size=2)
 def run(name, act):
     print("##", json.dumps([name, act()]), flush=True)
