@@ -41,12 +41,12 @@ def merge(source: str, folder: str, dtype: str = "auto"):
         for thing in (model, tokenizer):
             thing.save_pretrained(whole)
         if facts(model).source != "tiny":
-            keep_the_base_s_words(whole, facts(model).source, tokenizer)
+            keep_words_of_base(whole, facts(model).source, tokenizer)
         share_weights(whole)
         whole.replace(folder)
 
 
-def keep_the_base_s_words(folder: Path, source: str, tokenizer):
+def keep_words_of_base(folder: Path, source: str, tokenizer):
     """Write into a merged folder what the files of its base say in words that others read.
 
     transformers 5 renames keys of config.json, such as rope_theta, and writes tokenizers that 4
