@@ -71,9 +71,9 @@ class Reports:
     def __init__(self, names: str):
         """Look for the packages, before a model is loaded. Raises UserError."""
         self.names = names.split(",")
+        if not LOGGERS.keys() >= set(self.names):
+            raise UserError(f"--report_to {names}: give none, or some of {', '.join(LOGGERS)}")
         for name in self.names:
-            if name not in LOGGERS:
-                raise UserError(f"--report_to {names}: give none, or some of {', '.join(LOGGERS)}")
             if not find_spec(name):
                 raise UserError(f"--report_to {name}: is not installed; pip install {name}")
 
