@@ -31,7 +31,7 @@ def parse(config_class, argv, description=""):
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: needs a value") from None
     if unknown:
-        raise _unexpected(unknown, [*_names(flags), "config", "help"])
+        raise _unexpected(unknown, [*_names(flags), "config", "help"], argv)
     values = {}
     for path in given.config:
         values.update(_yaml_values(path, flags))
@@ -161,15 +161,32 @@ def _check_file(env):
     raise UserError(f"--env {env}: name a class of the file: {names}")
 
 
-def _unexpected(words, known):
+def _unexpected(words, known, argv):
     """Return the UserError for what no flag takes. The word after an unknown flag is its value."""
     unknown = []
     for before, word in zip(["", *words], words):
         if re.match("--.", word):
             unknown.append(word[2:].partition("=")[0].replace("-", "_"))
         elif not before.startswith("--"):
-            return UserError(f"unexpected argument {word}; options are written --name value")
+            return UserError(f"unexpected argument {word}; {_written(word, known, argv)}")
     return _unknown(unknown, known, prefix="--")
+
+
+def _written(word, known, argv):
+    """Return how the word should be written that no flag takes."""
+    if word.endswith((".yaml", ".yml", ".toml")):
+        return f"a file of options is YAML, of lines `name: value`: --config {word}"
+    # Hydra's spelling: actor.path=x, +name=x.
+    path, equals, value = word.partition("=")
+    name = re.split("[.+]", path)[-1]
+    if equals and name in known:
+        return f"options are written --{name} {value}"
+    place = argv.index(word)
+    if place < 2 or not re.match("--.", argv[place - 2]):
+        return "options are written --name value"
+    option = argv[place - 2][2:].replace("-", "_")
+    meant = "" if option in known else f"; --{option}: {_answer(option, known, '--')}"
+    return f"several values are written a,b{meant}"
 
 
 def _unknown(names, known, place="", prefix=""):
@@ -189,6 +206,7 @@ def _unknown(names, known, place="", prefix=""):
 
 def _answer(name, known, prefix):
     """Return what is said of an unknown flag: what was meant, by meaning or else by spelling."""
+    name = name.removeprefix("no_")
     for meant, synonyms in SYNONYMS.items():
         layer = meant.removeprefix("extras/")
         if name not in [word.partition("=")[0] for word in synonyms]:
