@@ -6,11 +6,15 @@ whose file exists is not done again, so an experiment that was stopped continues
 a new OUT on another machine: its base differs by rounding, and runs are compared seed by seed.
 """
 import argparse
+import ast
 import datetime
+import hashlib
+import importlib
 import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -71,6 +75,64 @@ class Clock:
     def read(self) -> dict:
         return {"seconds": round(time.perf_counter() - self.wall, 1),
                 "cpu_seconds": round(time.process_time() - self.cpu, 1)}
+
+
+# ---------------------------------------------------------------- the settings that a figure depends on
+# These flags say where a run stands and what is shown of it, not what it computes.
+PLACES = {"output_dir", "overwrite", "resume", "seed", "save_every", "eval_every", "record",
+          "show_every", "report_to", "unsafe_code"}
+NOT_SETTINGS = {"seeds", "seed", "rounds", "only", "shapes", "parts", "threads", "hours"}
+
+
+def flags(program, **changes) -> dict:
+    """Return the flags that `python PROGRAM.py` has today, after its defaults are filled in.
+
+    A flag that is off is left out: a new flag that is off by default changes no figure. For the
+    tiny model the settings of its SFT belong to them.
+    """
+    module = importlib.import_module(program)
+    config = vars(module.settle(module.Config(**{"env": "equations", **changes})))
+    off = None, 0, False, "", "none", "plain"
+    found = {name: value for name, value in config.items()
+             if name not in PLACES and value not in off}
+    if found["model_path"] == "tiny":
+        from core.tiny import TINY_SFT
+        found["schooling"] = TINY_SFT
+    if program == "grpo" and "max_steps" not in found:
+        found["max_steps"] = module.DEFAULT_STEPS
+    return found
+
+
+def constants(script) -> dict:
+    """Return the numbers that a script of bench/ measures with.
+
+    They are its constants in capital letters that hold a number, and the defaults of its arguments
+    that are numbers. The script is read, not imported.
+    """
+    found = {}
+    for node in ast.walk(ast.parse((ROOT / "bench" / f"{script}.py").read_text())):
+        match node:
+            case ast.Assign([ast.Name(name)], value) if name.isupper():
+                found[name] = numbers(value)
+            case ast.Call(ast.Attribute(attr="add_argument"), [ast.Constant(name), *_]):
+                default = [word.value for word in node.keywords if word.arg == "default"]
+                found[name.strip("-")] = numbers(default[0]) if default else None
+    return {name: value for name, value in found.items() if value and name not in NOT_SETTINGS}
+
+
+def numbers(node):
+    """Return the value of a literal that is a number or holds one, else None."""
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return None
+    return value if re.search(r"\d", repr(value)) else None
+
+
+def fingerprint(settings) -> str:
+    """Return a short hash of settings, which are nested dicts, lists, numbers and strings."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 # ------------------------------------------------------------------------------ runs and their rows
