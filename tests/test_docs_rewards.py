@@ -59,8 +59,10 @@ def test_the_functions_pay_as_the_page_says(tmp_path):
     t = paid(f"{path}:polite=0.2,{path}:brevity", "7, please")
     assert t.reward == pytest.approx(2.0 + 0.2 - 0.009) and t.reward_parts == {"environment": 2.0, "polite": 1.0, "brevity": pytest.approx(-0.009)}
     assert paid(f"{path}:polite,environment=0.5", "7").reward == 1.0 and paid(f"exact=3,{path}:polite,environment=0", "7").reward == 3.0
-    for errors, reward in ((0, 1.991), (1, -0.009)):
-        assert paid(f"{path}:allowed=veto,{path}:brevity", "7 or seven", tool_errors=errors).reward == pytest.approx(reward, abs=2e-3), errors
+    said = "7 or seven"
+    for errors, reward in ((0, 1.99), (1, 0.0)):
+        t = paid(f"{path}:allowed=veto,{path}:brevity", said, tool_errors=errors)
+        assert t.reward == pytest.approx(reward), (errors, t.reward)
 
 
 def test_the_limits_of_the_sandbox():
