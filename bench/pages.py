@@ -57,8 +57,36 @@ def first_command(data):
         ["the whole command, seconds", *(f"{run['seconds']:.0f}" for run in runs)])
 
 
+def environments(data):
+    """Success in each environment before and after GRPO, seed by seed; several share a model."""
+    rows = [["`--env`", "model, level", "GRPO", "machine", "before", "after", "gain"]]
+    for name in ("writing", "mixed", "search", "search, tiny model", "code",
+                 "equations,search,code", "business"):
+        run = data["runs"][name]
+        together = re.search(r"--env (\S+)", run["grpo"])[1]
+        model = {"tiny": "tiny", "smollm2": "SmolLM2-135M, level 1"}[run["model"]]
+        steps = re.search(r"--max_steps (\d+)", run["grpo"])[1]
+        machine = "an H200" if "H200" in run["machine"] else "2 cores"
+        for env in together.split(","):
+            key = "success" if env == together else f"success/{env}"
+            before, after = ([seed[when][key] for seed in run["seeds"].values()]
+                             for when in ("before", "after"))
+            spread = run["summary"][key]["gain"]
+            gain = f"{spread['mean']:+.2f}"
+            if spread.get("half_width"):
+                gain += f" ± {spread['half_width']:.2f}"
+            if exam := run.get("exam of 300"):
+                before, after = [exam["before"]], [exam["after"]]
+                gain = f"{after[0] - before[0]:+.2f}"
+            label = f"`{env}`" if env == together else f"`{env}` of `{together}`"
+            rows.append([label, model, f"{steps} steps", machine, *(", ".join(f"{x:.2f}" for x in values)
+                                                        for values in (before, after)), gain])
+    return table(*rows)
+
+
 # The blocks: the function that writes each, and the JSON that it is given.
-BLOCKS = {"first_command": (first_command, "first_command.json")}
+BLOCKS = {"first_command": (first_command, "first_command.json"),
+          "environments": (environments, "environments.json")}
 
 
 # ---------------------------------------------------------------------------------------- settings
