@@ -25,8 +25,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 RESULTS = ROOT / "bench" / "results"
 TASKS, SAMPLES = 200, 4  # of the exam: held-out tasks, episodes of each
-# The tiny model's settings when `tricks.py` and `staleness.py` were measured: what they start from.
-SETTINGS = {"learning_rate": 2e-3, "kl_coef": 0.3, "updates_per_step": 2, "max_grad_norm": 0.1}
 # 0.975 quantiles of Student's t by degrees of freedom.
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
@@ -135,6 +133,51 @@ def fingerprint(settings) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
+# --------------------------------------------------------------------------------------- the result
+UNITS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd", "bf16")
+
+
+def processor() -> dict:
+    """Return the processor's name, its cores, and the units for vectors and matrices that it has."""
+    path = Path("/proc/cpuinfo")
+    facts = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", path.read_text(), re.M)) if path.exists() else {}
+    has = (facts.get("flags") or facts.get("Features") or "").split()
+    return {"cpu": facts.get("model name") or platform.processor() or platform.machine(),
+            "cores": os.cpu_count(), "units": [unit for unit in UNITS if unit in has]}
+
+
+def product_rates(shape=(2048, 576, 1536), seconds=0.5) -> dict:
+    """Return the GFLOP/s of a product with weights in bfloat16 and in float32: the best of several.
+
+    Some processors have the instructions for bfloat16 and are slower with them than in float32.
+    """
+    import torch
+    rows, inner, outer = shape
+    rates = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
+        end, best = time.perf_counter() + seconds, math.inf
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            torch.nn.functional.linear(x, weight)
+            best = min(best, time.perf_counter() - start)
+        rates[str(dtype).removeprefix("torch.")] = round(2e-9 * math.prod(shape) / best, 1)
+    return rates
+
+
+def write_result(path, **content) -> dict:
+    """Write a result with its command, date and machine, and print it as the last line."""
+    name = Path(sys.argv[0]).resolve()
+    name = name.relative_to(ROOT) if name.is_relative_to(ROOT) else name.name
+    result = {"command": " ".join(["python", str(name), *sys.argv[1:]]),
+              "date": datetime.date.today().isoformat(), "machine": processor(), **content}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return result
+
+
 # ------------------------------------------------------------------------------ runs and their rows
 def arguments(description, names, folder, argv=None, steps=50):
     """Read the command line that the experiments share."""
@@ -227,21 +270,16 @@ def interval(summary) -> str:
 
 def report(args, name, **content) -> dict:
     """Write results/NAME.json and print it as the last line."""
-    result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
-              "machine": f"{platform.machine()}, one shared core of {os.cpu_count()}, no GPU",
-              "exam": f"{args.tasks} held-out tasks, {SAMPLES} episodes of each", **content}
-    folder = Path(args.results)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
-    print(json.dumps(result))
-    return result
+    exam = f"{args.tasks} held-out tasks, {SAMPLES} episodes of each"
+    return write_result(Path(args.results) / f"{name}.json", **{"exam": exam, **content})
 
 
-def publish(args, script, runs, summarize, table, draw) -> dict:
+def publish(args, script, runs, settings, summarize, table, draw) -> dict:
     """Do the missing runs of a script, and write the JSON, table and picture of all that were done.
 
     Args:
-        runs: the names of all runs. summarize: rows -> summary. table: summary -> Markdown.
+        runs: the names of all runs. settings: what the figures depend on.
+        summarize: rows -> summary. table: summary -> Markdown.
         draw: a function of the summary and a path, which writes the picture.
     """
     name = Path(script).stem
@@ -251,8 +289,8 @@ def publish(args, script, runs, summarize, table, draw) -> dict:
     summary = summarize(rows)
     folder = Path(args.results)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(table(summary))
-    draw(summary, folder / f"{name}.png")
+    draw(summary, folder / f"{name}.svg")
     print(table(summary))
-    return report(args, name, steps=args.steps, summary=summary, rows=rows,
+    return report(args, name, settings=fingerprint(settings), steps=args.steps,
+                  summary=summary, rows=rows,
                   not_run=[run for run in runs if run not in rows])

@@ -2,7 +2,9 @@
 
     python bench/memory.py --model_path X --max_tokens 4096 ...       the flags of grpo.py
     python bench/memory.py sft.py --model_path X --batch_size 8 ...   those of another algorithm, or of a fork
-    python bench/memory.py                                            the README's table; the last line is JSON
+    python bench/memory.py                                            docs/memory.md's tables, 10 minutes
+
+The last line is JSON. The tables are written to bench/results/memory.json and drawn as docs/memory.svg.
 
 With flags: what one of the run's steps needs on this machine's GPU, or without one in its memory, and the first
 setting that fits. Without: a GRPO step of models of four sizes, rank 16 on all Linears, bfloat16, episodes of GSM8K's
@@ -13,6 +15,7 @@ takes up to 27 % more than the tensors by a simulation of its rules (2 to 26 % o
 with stream), and CUDA with its kernels and graphs 820 MiB: the figures of a GPU have both (ALLOCATOR and CONTEXT). Of a
 rollout as many episodes decode at once as fit in half of what is free, as in a run.
 """
+import datetime
 import importlib
 import json
 import sys
@@ -21,9 +24,11 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 from bench.budget import MIB, Workload, measure  # noqa: E402
+from bench.learning import RESULTS, constants, fingerprint  # noqa: E402
 from core.config import UserError, options_for  # noqa: E402
 from extras.hints.command_line import parse  # noqa: E402
 from layers import load_model  # noqa: E402
@@ -39,6 +44,7 @@ TOKENS = 2048  # of an episode of gsm8k
 ALLOCATOR, CONTEXT = {"stream": 1.67}, 820  # MiB on the card = tensors x ALLOCATOR (else 1.27) + CONTEXT
 OURS = 500  # of the context: what this program takes while it asks how much is free
 CARDS = 4, 8, 16, 24  # GiB
+SEQUENCES = 1, 2, 4, 8  # in one forward pass
 RESULT = 100  # tokens of a tool result, too long to go through decode steps (gsm8k's are short)
 
 
@@ -62,17 +68,54 @@ def on_card(peak: float, memory: str) -> float:
     return peak / MIB * ALLOCATOR.get(memory, 1.27) + CONTEXT
 
 
-def print_models():
-    """Print the README's tables."""
-    table = {name: {memory: [step_mib(name, memory, sequences) for sequences in (1, 2, 4, 8)] for memory in SETTINGS}
-             for name in MODELS}
+def settings() -> dict:
+    """Return what the figures depend on."""
+    return {**constants("memory"), "settings": list(SETTINGS)}
+
+
+def print_models(path=RESULTS / "memory.json", picture=ROOT / "docs" / "memory.svg"):
+    """Print the tables of docs/memory.md and write them; a call that was stopped continues with the next number."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    today = fingerprint(settings())
+    table = before["mib"] if before.get("settings") == today else {}
+    about = {"command": "python bench/memory.py", "date": datetime.date.today().isoformat(),
+             "machine": "any: counted on the meta device", "settings": today, "sequences": SEQUENCES}
+    for name in MODELS:
+        for memory in SETTINGS:
+            counted = table.setdefault(name, {}).setdefault(memory, [])
+            for sequences in SEQUENCES[len(counted):]:
+                counted.append(round(step_mib(name, memory, sequences)))
+                path.write_text(json.dumps({**about, "mib": table}, indent=1) + "\n")
+    fits = {str(card): {name: fitting(row, card * 1024) for name, row in table.items()} for card in CARDS}
+    path.write_text(json.dumps({**about, "mib": table, "first_that_fits": fits}, indent=1) + "\n")
+    draw(table, picture)
     print(f"{'MiB':14}" + "".join(f"{memory:>12}" for memory in SETTINGS))
     for name, row in table.items():
         print(f"{name:14}" + "".join(f"{mib[0]:12,.0f}" for mib in row.values()))
     print(f"\n{'GiB':14}" + "".join(f"{name:>16}" for name in MODELS))
+    for card, row in fits.items():
+        print(f"{card:<14}" + "".join(f"{words:>16}" for words in row.values()))
+    print(json.dumps({name: {memory: mib[0] for memory, mib in row.items()} for name, row in table.items()}))
+
+
+def draw(table, path):
+    """Draw what each model needs at each setting as bars, and the sizes of cards as lines."""
+    from bench.pictures import COLORS, figure, save
+    picture, panel = figure(width=7.5, height=3.2)
+    width = 0.8 / len(SETTINGS)
+    for i, memory in enumerate(SETTINGS):
+        places = [k + (i - (len(SETTINGS) - 1) / 2) * width for k in range(len(table))]
+        panel.bar(places, [row[memory][0] / 1024 for row in table.values()], width, label=memory)
     for card in CARDS:
-        print(f"{card:<14}" + "".join(f"{fitting(row, card * 1024):>16}" for row in table.values()))
-    print(json.dumps({name: {memory: round(mib[0]) for memory, mib in row.items()} for name, row in table.items()}))
+        panel.axhline(card, color=COLORS["grey"], linestyle=":", linewidth=1)
+        panel.text(len(table) - 0.45, card, f"{card} GiB", va="center", fontsize=9)
+    panel.set(yscale="log", ylabel="GiB of a GPU", yticks=[1, 2, 4, 8, 16, 32],
+              yticklabels=["1", "2", "4", "8", "16", "32"], ylim=(1, 48), xlim=(-0.6, len(table) - 0.05))
+    panel.set_xticks(range(len(table)), [name.removeprefix("Qwen2.5-") for name in table])
+    panel.minorticks_off()
+    panel.grid(False)
+    panel.legend(title="--memory", loc="upper left")
+    save(picture, path)
 
 
 def fitting(row: dict, most: float) -> str:

@@ -2,6 +2,7 @@
 
     python bench/pages.py            writes README.md, README.zh.md, docs/ and bench/README.md again
     python bench/pages.py --check    changes nothing; names what differs, and exits with status 1
+    python bench/pages.py --draw     draws the pictures again, too
 
 A table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`. The function
 NAME of this file returns its lines. `<!-- begin NAME from FILE.json -->` is the same block.
@@ -19,6 +20,7 @@ The check fails where today's code has others. `--stamp FILE` writes today's has
 setting that was renamed, or for figures that were read to be of today's settings.
 """
 import argparse
+import importlib
 import json
 import re
 import shlex
@@ -41,12 +43,30 @@ def load(name):
 
 
 # ------------------------------------------------------------------------------------------ blocks
+BLOCKS = {}  # by name: the function that returns a block's lines, and the JSON that it is given
+
+
+def block(file):
+    """Register a function of what a JSON holds as the block of its name."""
+    def register(function):
+        BLOCKS[function.__name__] = function, file
+        return function
+    return register
+
+
 def table(*rows) -> list[str]:
     """Return the lines of a table; the first row is its head."""
     lines = [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
+def between(values, form="") -> str:
+    """Return the range of some numbers as a table shows it."""
+    low, high = (format(value, form) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+@block("first_command.json")
 def first_command(data):
     """Success of `python grpo.py` before and after GRPO, seed by seed."""
     runs = data["runs"]
@@ -57,6 +77,7 @@ def first_command(data):
         ["the whole command, seconds", *(f"{run['seconds']:.0f}" for run in runs)])
 
 
+@block("environments.json")
 def environments(data):
     """Success in each environment before and after GRPO, seed by seed; several share a model."""
     rows = [["`--env`", "model, level", "GRPO", "machine", "before", "after", "gain"]]
@@ -84,19 +105,112 @@ def environments(data):
     return table(*rows)
 
 
-# The blocks: the function that writes each, and the JSON that it is given.
-BLOCKS = {"first_command": (first_command, "first_command.json"),
-          "environments": (environments, "environments.json")}
+@block("vs_trl.json")
+def vs_trl(data):
+    """How many times faster a step is than TRL's, by kind of processor."""
+    rows = [["processor", "times faster, medians", "single rounds", "TRL in our bfloat16",
+             "memory, ours / TRL's", "our step, seconds", "measurements"]]
+    for kind, words in data["kinds"].items():
+        taken = [one for one in data["measurements"] if one["bfloat16"] == kind]
+        same = [one["same_dtype"]["time_ratio"] for one in taken if "same_dtype" in one]
+        rounds = [ratio for one in taken for ratio in one["time_ratios"]]
+        rows.append([words, f"**{between([one['time_ratio'] for one in taken], '.1f')}**",
+                     between(rounds, ".1f"), between(same, ".1f"),
+                     between([one["memory_ratio"] for one in taken], ".2f"),
+                     between([one["rows"]["ours"]["step_seconds"] for one in taken], ".0f"),
+                     len(taken)])
+    return table(*rows)
+
+
+@block("reward_hacking.json")
+def reward_hacking(data):
+    """The first and the last step of each run with a reward that can be gamed, and with one that cannot."""
+    from bench.reward_hacking import table as lines
+    return lines(data["rows"]).splitlines()
+
+
+@block("tricks.json")
+def tricks(data):
+    """One change at a time, best first."""
+    from bench.tricks import table as lines
+    return lines(data["summary"]).splitlines()
+
+
+@block("staleness.json")
+def staleness(data):
+    """Success against the age of the episodes."""
+    from bench.staleness import table as lines
+    return lines(data["summary"]).splitlines()
+
+
+@block("memory.json")
+def memory_models(data):
+    """MiB of a GPU for a step, by model and setting."""
+    settings = list(next(iter(data["mib"].values())))
+    return table(["`--memory`", *settings],
+                 *([name, *(f"{row[setting][0]:,}" for setting in settings)]
+                   for name, row in data["mib"].items()))
+
+
+@block("memory.json")
+def memory_cards(data):
+    """The first setting that fits on a card, with the most sequences in a forward pass."""
+    fits = data["first_that_fits"]
+    return table(["card", *(name.removeprefix("Qwen2.5-") for name in data["mib"])],
+                 *([f"{card} GiB", *(f"`{words}".replace(",", "`,") for words in row.values())]
+                   for card, row in fits.items()))
+
+
+@block("merging.json")
+def merging(data):
+    """What 40 steps at a small learning rate come to, by how the weights are held."""
+    ways = {"merged": "bfloat16, adapter merged (the default)",
+            "beside": "bfloat16, adapter beside the weights",
+            "nearest": "bfloat16, merged and rounded to the nearest", "float32": "float32"}
+    return table(["weights", "loss before", "after", "share of the update that is kept"],
+                 *([words, f"{data[way]['before']:.3f}", f"{data[way]['after']:.3f}",
+                    f"{data[way]['merge_kept']:.3f}"] for way, words in ways.items()))
+
+
+# ---------------------------------------------------------------------------------------- pictures
+# A picture, the script that draws it, its JSON, and the part of the JSON that it shows.
+PICTURES = {
+    "bench/results/first_command.svg": ("first_command", "first_command.json", "runs"),
+    "bench/results/reward_hacking.svg": ("reward_hacking", "reward_hacking.json", "rows"),
+    "bench/results/tricks.svg": ("tricks", "tricks.json", "summary"),
+    "bench/results/staleness.svg": ("staleness", "staleness.json", "summary"),
+    "bench/results/real_model_h200.svg": ("real_model", "real_model_h200.json", "seeds"),
+    "docs/memory.svg": ("memory", "memory.json", "mib"),
+}
+
+
+def draw_pictures():
+    """Draw every picture whose JSON is there."""
+    for path, (script, file, part) in PICTURES.items():
+        if not (RESULTS / file).exists():
+            continue
+        try:
+            importlib.import_module(f"bench.{script}").draw(load(file)[part], ROOT / path)
+        except KeyError as error:
+            print(f"{path}: {file} is of an earlier form, without {error}")
 
 
 # ---------------------------------------------------------------------------------------- settings
+# Of a JSON that is not named like its script.
+SCRIPTS = {"real_model_h200": "real_model", "gpu_h100_80gb_hbm3": "gpu", "gpu_h200": "gpu"}
+
+
 def settings_of(name) -> dict:
-    """Return what the figures of a JSON depend on, as today's code has it."""
-    from bench.learning import constants, flags
-    known = {
-        "first_command.json": lambda: flags("grpo"),
-    }
-    return known[name]() if name in known else constants(Path(name).stem)
+    """Return what the figures of a JSON depend on, as today's code has it.
+
+    A script says so in its function `settings`. Of one that has none it is the numbers in it.
+    """
+    from bench.learning import constants
+    stem = Path(name).stem
+    script = SCRIPTS.get(stem, stem)
+    if "def settings(" in Path(__file__).with_name(f"{script}.py").read_text():
+        return importlib.import_module(f"bench.{script}").settings()
+    return constants(script)
 
 
 # ----------------------------------------------------------------------------------------- writing
@@ -134,7 +248,7 @@ def rewrite(text: str) -> tuple[str, list[str], set[str]]:
     """Return a page's text as the results have it, what is wrong with it, and the files it quotes."""
     problems, quoted = [], set()
 
-    def block(match):
+    def lines_of(match):
         begin, name, before, end = match.groups()
         if name not in BLOCKS:
             problems.append(f"block {name}: no function of that name in bench/pages.py")
@@ -163,7 +277,7 @@ def rewrite(text: str) -> tuple[str, list[str], set[str]]:
         problems.append(f"begin and end do not pair: {sorted(set(marks) - set(pairs)) or marks}")
     for line in re.findall(r"^ {0,3}<!-- = .*", text, re.M):
         problems.append(f"a figure begins a line: {line[:60]}")
-    return VALUE.sub(figure, BLOCK.sub(block, text)), problems, quoted
+    return VALUE.sub(figure, BLOCK.sub(lines_of, text)), problems, quoted
 
 
 def stale(files) -> list[str]:
@@ -182,12 +296,15 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--draw", action="store_true", help="draw the pictures again, too")
     parser.add_argument("--stamp", metavar="FILE", help="write today's settings into a JSON")
     args = parser.parse_args(argv)
     if args.stamp:
         from bench.learning import fingerprint
         data = load(args.stamp) | {"settings": fingerprint(settings_of(args.stamp))}
         (RESULTS / args.stamp).write_text(json.dumps(data, indent=1) + "\n")
+    if args.draw:
+        draw_pictures()
     quoted, lines = set(), []
     for path in pages():
         text = path.read_text()

@@ -4,7 +4,7 @@ steps on gsm8k.
     python ../shared/real/get_smollm2.py .real/smollm2
     python bench/real_model.py --model_path .real/smollm2 --gsm8k ../shared/data/gsm8k/train.jsonl
 
-20 minutes on 2 cores. Writes bench/results/real_model.json, its curves as real_model.png and the runs' metrics.jsonl.
+20 minutes on 2 cores. Writes bench/results/real_model.json, which holds the curves, and real_model.svg.
 For `equations` the model gets a chat template that shows tools (tiny.py's: ChatML is what SmolLM2 was trained on),
 which is six times shorter than tools as text; for gsm8k it is used as it is.
 """
@@ -12,17 +12,14 @@ import argparse
 import datetime
 import json
 import os
-import shutil
 import sys
+from pathlib import Path
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = str(Path(__file__).resolve().parents[1])
 sys.path.insert(0, ROOT)
-RESULTS = os.path.join(ROOT, "bench", "results")
+from bench.learning import RESULTS, constants, fingerprint, series  # noqa: E402
 
-
-def lines(folder):
-    with open(os.path.join(folder, "metrics.jsonl")) as f:
-        return [json.loads(line) for line in f]
+CURVES = "success", "reward", "entropy"
 
 
 def gpu() -> str:
@@ -30,22 +27,20 @@ def gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 
 
-def plot(runs, title, path):
-    """Draw the curves of these runs' metrics, and thick their means over five steps."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2))
-    for axis, name in zip(axes, ("success", "reward", "entropy")):
-        for i, run in enumerate(runs):
-            values = [line[name] for line in run]
-            axis.plot(values, alpha=0.25, color=f"C{i}")
-            windows = [values[max(0, i - 4):i + 1] for i in range(len(values))]
-            axis.plot([sum(window) / len(window) for window in windows], color=f"C{i}")
-        axis.set_title(name), axis.set_xlabel("GRPO step"), axis.grid(alpha=0.3)
-    figure.suptitle(f"SmolLM2-135M, equations: {title}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def draw(seeds, path, window=5):
+    """Draw the curves of the GRPO runs thin, and their means over five steps thick."""
+    from bench.pictures import COLORS, figure, save
+    picture, panels = figure(1, len(CURVES), width=9, height=2.8)
+    colors = list(COLORS.values())
+    for panel, name in zip(panels, CURVES):
+        for color, seed in zip(colors, seeds):
+            values = seed["rows"]["grpo"]["curves"][name]
+            windows = [values[max(0, i - window + 1):i + 1] for i in range(len(values))]
+            panel.plot(values, alpha=0.3, color=color, linewidth=1)
+            panel.plot([sum(part) / len(part) for part in windows], color=color)
+        panel.set(title=f"{name} in training", xlabel="GRPO step")
+    panels[0].set_ylim(0, 1)
+    save(picture, path)
 
 
 def main():
@@ -77,13 +72,12 @@ def main():
         tasks_per_step=4, group_size=4, batch_size=4, max_new_tokens=128, max_tokens=900, max_turns=3,
         env_options="num_turns=2",
         max_steps=args.gsm8k_steps, eval_tasks=0, **common))
-    os.makedirs(RESULTS, exist_ok=True)
     for name, folder in (("grpo", learned), ("gsm8k", math)):
-        shutil.copy(os.path.join(folder, "metrics.jsonl"), os.path.join(RESULTS, f"real_model_{name}.jsonl"))
-    before, after = rows["grpo"]["success_before"], rows["grpo"]["success_after"]
-    plot([lines(learned)], f"held-out success {before:.2f} to {after:.2f}", os.path.join(RESULTS, "real_model.png"))
+        rows[name]["curves"] = {curve: series(folder, curve) for curve in (*CURVES, "first_ratio")}
     result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(), "rows": rows,
-              "machine": f"{os.cpu_count()} cores, {gpu()}"}
+              "settings": fingerprint(constants("real_model")), "machine": f"{os.cpu_count()} cores, {gpu()}"}
+    os.makedirs(RESULTS, exist_ok=True)
+    draw([result], os.path.join(RESULTS, "real_model.svg"))
     with open(os.path.join(RESULTS, "real_model.json"), "w") as f:
         json.dump(result, f, indent=1)
     print(json.dumps(result))

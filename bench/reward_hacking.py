@@ -5,8 +5,7 @@
 
 The tiny model solves equations in at most eight turns. `Gamed` pays 5 for the right answer and 5 for
 every call that works, as people do who want a model to use its tools. envs/equations.py pays for a
-call only if the equation is then closer to its solution than ever before. bench/reward_hacking.md
-tells what happens.
+call only if the equation is then closer to its solution than ever before.
 """
 import json
 import sys
@@ -15,7 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import (  # noqa: E402
-    Clock, arguments, read_rows, report, run_missing, series, taught_base, write_row)
+    Clock, arguments, fingerprint, flags, read_rows, report, run_missing, series, taught_base,
+    write_row)
+from bench.pictures import COLORS, figure, save  # noqa: E402
 from envs.equations import ANSWER_REWARD, Equations  # noqa: E402
 
 STEPS = 40
@@ -32,6 +33,11 @@ class Gamed(Equations):
         text = super()._change(factor, left, right)
         self.reward = paid + ANSWER_REWARD * (not text.startswith("error"))
         return text
+
+
+def settings(steps=STEPS) -> dict:
+    """Return what the figures depend on."""
+    return flags("grpo", max_turns=MAX_TURNS, max_steps=steps)
 
 
 def worker(args):
@@ -52,7 +58,7 @@ def worker(args):
 
 
 def table(rows) -> str:
-    """Return the table of bench/reward_hacking.md: the first and the last step of every run."""
+    """Return a table of the first and the last step of every run."""
     lines = ["| reward | seed | reward of an episode | turns | success on held-out tasks |",
              "|---|---|---|---|---|"]
     for name, by_seed in rows.items():
@@ -66,19 +72,18 @@ def table(rows) -> str:
 
 def draw(rows, path):
     """Draw reward and true success of the training episodes against the steps, for every run."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    figure, panels = plt.subplots(1, len(RUNS), figsize=(9, 3.2), sharex=True)
+    picture, panels = figure(1, len(RUNS), width=8.5, height=3.0, sharex=True)
     for panel, name in zip(panels, RUNS):
         success = panel.twinx()
         for row in rows.get(name, {}).values():
-            panel.plot(row["reward"], color="tab:red")
-            success.plot(row["success"], color="tab:green")
-        panel.set(title=LABELS[name], xlabel="step", ylabel="reward of an episode (red)")
-        success.set(ylim=(0, 1), ylabel="share truly solved (green)")
-    plt.tight_layout()
-    plt.savefig(path, dpi=120)
+            panel.plot(row["reward"], color=COLORS["red"], linewidth=1.2)
+            success.plot(row["success"], color=COLORS["green"], linewidth=1.2)
+        panel.set(title=LABELS[name], xlabel="GRPO step")
+        panel.set_ylabel("reward of an episode", color=COLORS["red"])
+        success.set_ylim(0, 1)
+        success.set_ylabel("share truly solved", color=COLORS["green"])
+        success.grid(False)
+    save(picture, path)
 
 
 def main(argv=None):
@@ -89,9 +94,9 @@ def main(argv=None):
     run_missing(__file__, args)
     rows = read_rows(args, RUNS)
     Path(args.results).mkdir(parents=True, exist_ok=True)
-    draw(rows, Path(args.results) / "reward_hacking.png")
+    draw(rows, Path(args.results) / "reward_hacking.svg")
     print(table(rows))
-    report(args, "reward_hacking", exam=f"{args.tasks} held-out tasks, one episode of each",
+    report(args, "reward_hacking", settings=fingerprint(settings(args.steps)), exam=f"{args.tasks} held-out tasks, one episode of each",
            steps=args.steps, rows=rows)
 
 

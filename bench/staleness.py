@@ -13,9 +13,9 @@ nothing else changes. Three objectives:
     decoupled  the same without a cap: the decoupled objective of AReaL. It is
                `--importance_correction` with a huge cap, grpo.py needs nothing for it
 
-All else is `learning.SETTINGS`: KL 0.3, learning rate 2e-3, two updates a step, so that an age of k
-steps is 2k updates. A run is 25 steps, as in `tricks.py`. At age 0 the three differ by rounding
-alone, and only `plain` is run.
+All else is the tiny model's default (`grpo.TINY`): two updates a step, so that an age of k steps is
+2k updates. A run is 18 steps, as in `tricks.py`. At age 0 the three differ by rounding alone, and
+only `plain` is run.
 """
 import sys
 from collections import deque
@@ -24,9 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import (  # noqa: E402
-    SETTINGS, Clock, arguments, exam, interval, publish, series, spread, taught_base, write_row)
+    Clock, arguments, exam, flags, interval, publish, series, spread, taught_base, write_row)
+from bench.pictures import figure, save  # noqa: E402
 
-STEPS = 25
+STEPS = 18
+UPDATES = 2  # a step, of the tiny model: grpo.TINY
 AGES = (0, 1, 2, 4, 8)  # in steps
 NO_CAP = 1e9
 CORRECTIONS = {"plain": None, "truncated": 2.0, "decoupled": NO_CAP}
@@ -56,6 +58,11 @@ def put(weights, values):
         p.data.copy_(values[name])
 
 
+def settings(steps=STEPS) -> dict:
+    """Return what the figures depend on."""
+    return flags("grpo", max_steps=steps)
+
+
 def worker(args):
     """Do one run and write its row."""
     import grpo
@@ -68,7 +75,7 @@ def worker(args):
     grpo.rollout = rollout_of(age)
     grpo.train(grpo.Config(
         model_path=taught_base(args.out), output_dir=str(folder), seed=seed, max_steps=args.steps,
-        eval_tasks=0, overwrite=True, importance_correction=CORRECTIONS[name], **SETTINGS))
+        eval_tasks=0, overwrite=True, importance_correction=CORRECTIONS[name]))
     times = clock.read()
     model, tokenizer = load_model(str(folder), train=False)
     metrics = "reward", "kl", "grad_norm", "sampler_gap", "clip_low", "clip_high"
@@ -98,7 +105,7 @@ def curve(summary, name) -> tuple[list[int], list[dict]]:
 
 
 def table(summary) -> str:
-    """Return the table of bench/README.md."""
+    """Return the table of the pages."""
     lines = ["| age in steps | in updates | " + " | ".join(CORRECTIONS) + " |", "|---" * 5 + "|"]
     for age in AGES:
         cells = []
@@ -106,40 +113,33 @@ def table(summary) -> str:
             numbers = summary.get(f"{name}_{age}")
             without = "not run" if f"{name}_{age}" in RUNS else "as plain"
             cells.append(interval(numbers["success"]) if numbers else without)
-        lines.append(f"| {age} | {SETTINGS['updates_per_step'] * age} | " + " | ".join(cells) + " |")
+        lines.append(f"| {age} | {UPDATES * age} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def draw(summary, path):
     """Draw success against age for the three objectives, means as lines and seeds as points."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    plt.figure(figsize=(6, 3.6))
+    picture, panel = figure(width=6, height=3.2)
     for name in CORRECTIONS:
         ages, points = curve(summary, name)
         if max(ages, default=0) == 0:
             continue
-        means = [point["success"]["mean"] for point in points]
-        line, = plt.plot(ages, means, "x-", label=name)
+        line, = panel.plot(ages, [point["success"]["mean"] for point in points], "-", label=name)
         for age, point in zip(ages, points):
             seeds = point["by_seed"]
-            plt.plot([age] * len(seeds), seeds, ".", color=line.get_color(), alpha=0.5)
-    plt.xlabel("age of the episodes, in steps of two updates")
-    plt.ylabel("success on held-out equations")
-    plt.ylim(0, 1)
-    plt.grid(alpha=0.3)
-    if plt.gca().lines:
-        plt.legend()
-    plt.tight_layout()
-    plt.savefig(path, dpi=120)
+            panel.plot([age] * len(seeds), seeds, ".", color=line.get_color(), alpha=0.6)
+    panel.set(xlabel=f"age of the episodes, in steps of {UPDATES} updates",
+              ylabel="success on held-out equations", ylim=(0, 1))
+    if panel.lines:
+        panel.legend()
+    save(picture, path)
 
 
 def main(argv=None):
     args = arguments(__doc__, RUNS, "staleness", argv, steps=STEPS)
     if args.worker:
         return worker(args)
-    publish(args, __file__, RUNS, summarize, table, draw)
+    publish(args, __file__, RUNS, settings(args.steps), summarize, table, draw)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """What does each trick of GRPO do for the tiny model on `equations`? One change at a time.
 
-    python bench/tricks.py                                 all of them, seeds 0, 1, 2: hours
+    python bench/tricks.py                                 all of them, seeds 0, 1, 2: two hours
     python bench/tricks.py --only default,kl_0 --seeds 0   some of them
 
-Every run starts from the same taught model and changes one thing of `learning.SETTINGS` (learning
-rate 2e-3, KL 0.3, two updates a step, LoRA of rank 16), the tiny model's defaults of that time. A
-run is 25 steps, half of what `python grpo.py` took then: after 50 the default is near its ceiling,
-where nothing can be told apart. The learning rate is warmed up and decays within the 25. All runs
-of a seed see the same tasks in the same order, so differences to the default are taken seed by seed.
-
-Losses come with their papers' clip ranges (`grpo.PAPER_SETTINGS`), the KL stays at 0.3.
+Every run starts from the same taught model and changes one thing of the tiny model's defaults
+(`grpo.TINY`, LoRA of rank 16). A run is 18 steps, half of what `python grpo.py` takes: after 36 the
+default is near its ceiling, where nothing can be told apart. The learning rate is warmed up and
+decays within the 18. All runs of a seed see the same tasks in the same order, so differences to the
+default are taken seed by seed. Losses come with their papers' clip ranges (`grpo.PAPER_SETTINGS`).
 """
 import sys
 from pathlib import Path
@@ -17,13 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import (  # noqa: E402
-    SETTINGS, Clock, arguments, exam, interval, publish, series, spread, taught_base, write_row)
+    Clock, arguments, exam, flags, interval, publish, series, spread, taught_base, write_row)
+from bench.pictures import COLORS, figure, save  # noqa: E402
 
-STEPS = 25
+STEPS = 18
 TRICKS = {
     "default": {},
     "kl_0": {"kl_coef": 0.0},
-    "kl_0.01": {"kl_coef": 0.01},
+    "kl_0.3": {"kl_coef": 0.3},
     "updates_1": {"updates_per_step": 1},
     "updates_4": {"updates_per_step": 4},
     "credit_turn": {"credit": "turn"},
@@ -32,10 +31,11 @@ TRICKS = {
     "credit_rloo": {"credit": "rloo"},
     "std_batch": {"scale_rewards": "batch"},
     "std_none": {"scale_rewards": "none"},
-    "rate_third": {"learning_rate": 2e-3 / 3},
-    "rate_triple": {"learning_rate": 6e-3},
+    "rate_third": {"learning_rate": 4e-3 / 3},
+    "rate_double": {"learning_rate": 8e-3},
     "groups_16x4": {"tasks_per_step": 16, "group_size": 4},
     "groups_4x16": {"tasks_per_step": 4, "group_size": 16},
+    "gradients_1": {"max_grad_norm": 1.0},
     "clip_higher": {"clip_eps_high": 0.28},
     "loss_dapo": {"loss": "dapo"},
     "loss_dr_grpo": {"loss": "dr_grpo"},
@@ -54,6 +54,11 @@ TRICKS = {
 }
 
 
+def settings(steps=STEPS) -> dict:
+    """Return what the figures depend on."""
+    return flags("grpo", max_steps=steps)
+
+
 def worker(args):
     """Do one run and write its row."""
     import grpo
@@ -64,7 +69,7 @@ def worker(args):
     clock = Clock()
     grpo.train(grpo.Config(
         model_path=taught_base(args.out), output_dir=str(folder), seed=seed, max_steps=args.steps,
-        eval_tasks=0, overwrite=True, **{**SETTINGS, **changes}))
+        eval_tasks=0, overwrite=True, **changes))
     times = clock.read()
     # The exam is played at temperature 1, in the dtype of the training.
     dtype = changes.get("dtype", "float32")
@@ -89,7 +94,7 @@ def summarize(rows) -> dict:
 
 
 def table(summary) -> str:
-    """Return the table of bench/README.md, best first."""
+    """Return the table of the pages, best first."""
     lines = ["| change | success after | seeds | minus the default |", "|---|---|---|---|"]
     for name in by_success(summary):
         numbers = summary[name]
@@ -109,29 +114,24 @@ def by_success(summary) -> list[str]:
 
 def draw(summary, path):
     """Draw the mean of every trick as a bar, and its seeds as points."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     names = by_success(summary)[::-1]
-    plt.figure(figsize=(7, 0.9 + 0.24 * len(names)))
+    picture, panel = figure(width=7, height=0.9 + 0.24 * len(names))
     for height, name in enumerate(names):
         numbers = summary[name]
-        color = "tab:orange" if name == "default" else "tab:blue"
-        plt.barh(height, numbers["success"]["mean"], color=color, alpha=0.45)
-        plt.plot(numbers["by_seed"], [height] * len(numbers["by_seed"]), "k.", markersize=4)
-    plt.yticks(range(len(names)), names, fontsize=8)
-    plt.xlabel("success on held-out equations: mean (bar) and seeds (points)")
-    plt.xlim(0, 1)
-    plt.grid(axis="x", alpha=0.3)
-    plt.tight_layout()
-    plt.savefig(path, dpi=120)
+        color = COLORS["orange" if name == "default" else "blue"]
+        panel.barh(height, numbers["success"]["mean"], color=color, alpha=0.45)
+        panel.plot(numbers["by_seed"], [height] * len(numbers["by_seed"]), ".", color=color)
+    panel.set_yticks(range(len(names)), names, fontsize=9)
+    panel.set(xlabel="success on held-out equations: mean (bar) and seeds (points)", xlim=(0, 1))
+    panel.grid(False, axis="y")
+    save(picture, path)
 
 
 def main(argv=None):
     args = arguments(__doc__, TRICKS, "tricks", argv, steps=STEPS)
     if args.worker:
         return worker(args)
-    publish(args, __file__, TRICKS, summarize, table, draw)
+    publish(args, __file__, TRICKS, settings(args.steps), summarize, table, draw)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_a_block_is_written_again_and_its_neighbours_stay(results):
     page = ("# A\n\n<!-- begin first_command from first_command.json -->\nold\n<!-- end first_command -->\ntext\n"
             "<!-- begin first_command -->\n<!-- end first_command -->\n")
     new, problems, quoted = pages.rewrite(page)
-    assert new.startswith("# A\n\n<!-- begin first_command from first_command.json -->\n| | seed 0") and "old" not in new
+    assert new.startswith("# A\n\n<!-- begin first_command from first_command.json -->\n|  | seed 0") and "old" not in new
     assert new.count("| after GRPO | **0.910** | **0.900** |\n") == 2 and "\ntext\n" in new
     assert problems == ["block first_command differs from first_command.json"] * 2
     assert pages.rewrite(new) == (new, [], {"first_command.json"})
