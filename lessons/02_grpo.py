@@ -1,0 +1,147 @@
+"""GRPO on one page: a group of episodes is its own baseline (arXiv 2402.03300).
+
+    python lessons/02_grpo.py --seed 0
+
+A step plays each of 8 equations 8 times. An episode is good if it earned more than the others of
+its group, and its tokens become likelier; the others' become less likely. That is all.
+
+It is grpo.py without its options. With the same settings both train the same adapter, bit for bit:
+
+    python grpo.py --model_path runs/lessons/start --kl_coef 0 --max_steps 24    without extras/
+"""
+import argparse
+
+from picture import draw
+from start import FOLDER, report, start_model
+
+from core.data import collate, draw_tasks, pass_order
+from core.engine import make_engine
+from core.logprobs import token_logprobs
+from core.model import adamw, save_model, scheduled
+from envs import Limits, recommended
+from envs.tasks import drop_seen, load_tasks
+from agent import evaluate, rollout
+from lora import load_model, merged_to_train
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+NAME, ENV = "02_grpo", "equations"
+STEPS = 24
+TASKS, GROUP = 8, 8  # a step plays 8 tasks, 8 episodes of each
+UPDATES = 2  # passes over a step's episodes, an update each
+MICRO_BATCH = 16  # episodes in one forward pass: memory only
+CLIP_EPS = 0.2
+LEARNING_RATE, MAX_GRAD_NORM, LORA_R = 4e-3, 0.05, 16
+HELD_OUT = 100  # equations that are never trained on
+
+
+# ------------------------------------------------------------------------------- the two equations
+def group_advantages(rewards):
+    """A_i = (r_i - mean of its group) / (std of its group + 1e-4): (groups, GROUP) -> the same.
+
+    Equal rewards give 0: where all eight are right, or all are wrong, there is nothing to compare.
+    """
+    advantages = []
+    for r in rewards:  # (GROUP,)
+        r = r - r[0]  # equal rewards become 0 exactly, whatever their mean is rounded to
+        advantages.append((r - r.mean()) / (r.std() + 1e-4))
+    return torch.stack(advantages)
+
+
+def clipped_loss(logprobs, old_logprobs, advantages):
+    """-min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) of each token, (b, T). PPO, arXiv 1707.06347.
+
+    ratio = pi(token) / pi_old(token). pi_old is the policy that sampled the episode. The gradient
+    at ratio 1 is -A grad log pi: the clip only matters once an update has moved the policy.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    inside = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)
+    return -torch.min(ratio * advantages, inside * advantages), ratio
+
+
+# ---------------------------------------------------------------------------------------- the loop
+def train(model, tokenizer, tasks, steps, seed):
+    """Sample groups, compare each episode with its group, update; yield each step's numbers."""
+    optimizer = adamw(model, lr=LEARNING_RATE)
+    options = {"limits": Limits(**recommended(ENV)), "seed": seed, "engine": make_engine}
+    for step in range(steps):
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = scheduled(LEARNING_RATE, step, steps)
+
+        # 1. Rollout: GROUP episodes of each of TASKS equations, by the policy as it is now.
+        drawn = draw_tasks(tasks, seed, step, TASKS, 0, TASKS)
+        episodes = rollout(model, tokenizer, ENV, drawn, GROUP, step=step, **options)
+        batch = pass_order(episodes, MICRO_BATCH)  # still group after group
+        # The mask is 1 where the policy sampled the token, and old_logprobs is 0 where it is 0.
+        token_ids, mask, old_logprobs = collate(batch, model.device)  # (B, T) each
+
+        # 2. Advantages: one number for each episode, which all of its sampled tokens get.
+        rewards = torch.tensor([t.reward for t in batch]).view(TASKS, GROUP)
+        by_group = group_advantages(rewards)
+        advantages = by_group.view(-1, 1) * mask  # (B, T)
+
+        # 3. Update. The loss is a mean over the tokens of each episode, then over the episodes.
+        model.train()
+        for update in range(UPDATES):
+            ratios = []
+            with merged_to_train(model):  # the very weights that sampled: the first ratio is 1
+                for start in range(0, len(batch), MICRO_BATCH):
+                    rows = slice(start, start + MICRO_BATCH)
+                    logprobs, _ = token_logprobs(model, token_ids[rows], mask[rows])  # (b, T)
+                    token_loss, ratio = clipped_loss(
+                        logprobs, old_logprobs[rows], advantages[rows])
+                    loss = (token_loss.sum(1) / mask[rows].sum(1)).sum() / len(batch)
+                    loss.backward()
+                    ratios.append(ratio.detach()[mask[rows].bool()])
+            grad_norm = clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item()
+            if grad_norm:  # of 0, Adam would still repeat its last steps
+                optimizer.step()
+            optimizer.zero_grad()
+        distance = (torch.cat(ratios) - 1).abs()  # of the last update
+        yield {"reward": rewards.mean().item(),
+               "success": sum(t.info["success"] for t in batch) / len(batch),
+               "silent": int((by_group == 0).all(1).sum()),
+               "ratio_away": distance.mean().item(),
+               "outside": (distance > CLIP_EPS).float().mean().item(), "grad_norm": grad_norm}
+
+
+def main(steps=STEPS, seed=0):
+    """Train, show what to look at, and draw it."""
+    model, tokenizer = load_model(start_model(), lora_r=LORA_R, seed=seed)
+    tasks = load_tasks(ENV, "train", 10_000, seed)
+    held_out = drop_seen(load_tasks(ENV, "test", HELD_OUT, seed), tasks)
+    exam = {"limits": Limits(**recommended(ENV)), "seed": seed, "engine": make_engine}
+    before = evaluate(model, tokenizer, ENV, held_out, **exam)["success"]
+
+    print(f"\nA step is {TASKS} groups of {GROUP} episodes. Watch the success, and the silent groups, "
+          "whose\nrewards are all equal: they teach nothing. Ratios are of the second update.\n")
+    print("step   reward  success  silent groups  |ratio - 1|  outside clip  grad norm")
+    log = []
+    for step, row in enumerate(train(model, tokenizer, tasks, steps, seed), 1):
+        log.append(row)
+        if step == 1 or step % 3 == 0:
+            print(f"{step:4} {row['reward']:8.2f} {row['success']:8.2f} {row['silent']:14} "
+                  f"{row['ratio_away']:12.3f} {row['outside']:13.3f} {row['grad_norm']:10.4f}",
+                  flush=True)
+    save_model(model, FOLDER / NAME)
+    after = evaluate(model, tokenizer, ENV, held_out, **exam)["success"]
+    silent = sum(row["silent"] for row in log) / (steps * TASKS)
+    verb = "rose" if after > before else "did not rise"
+    print(f"\nSuccess on {len(held_out)} equations that were never trained on {verb}: "
+          f"{before:.2f} before, {after:.2f} after.\n{silent:.0%} of the groups had eight equal "
+          f"rewards and cost their rollout for nothing.\n")
+    numbers = range(1, steps + 1)
+    draw(NAME, {"title": "success", "x": "step", "y": "share of episodes", "curves": {
+        "training": (numbers, [row["success"] for row in log]),
+        "held out": ([1, steps], [before, after])}},
+        {"title": "groups that teach nothing", "x": "step", "y": f"of {TASKS}", "curves": {
+            "": (numbers, [row["silent"] for row in log])}})
+    report(NAME, seed, steps=steps, before=before, after=after, silent=silent, log=log)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=0)
+    main(**vars(parser.parse_args()))
