@@ -161,6 +161,22 @@ def memory_cards(data):
                    for card, row in fits.items()))
 
 
+@block("gpu_h200.json")
+def gpu_speeds(data):
+    """Tokens a second by setting of --memory, of Qwen2.5-0.5B's shape in bfloat16."""
+    taken = data["steps"] | data["steps_with_larger_tiles"]
+    rows = [["`--memory`", "decoding, 8 rows", "32 rows", "update of 8 x 1,024", "of 1 x 1,024"]]
+    for setting in ("plain", "4bit", "small", "stream"):
+        parts = data["steps"][setting] | taken[setting]
+        cells = [f"`{setting}`"]
+        for count in (8, 32):
+            step = parts.get(f"decode {count}")
+            cells.append(f"{1000 * count / step['step_ms']:,.0f}" if step else "not measured")
+        cells += [f"{parts[f'update {count}x1024']['tokens_per_second']:,.0f}" for count in (8, 1)]
+        rows.append(cells)
+    return table(*rows)
+
+
 @block("merging.json")
 def merging(data):
     """What 40 steps at a small learning rate come to, by how the weights are held."""
