@@ -36,3 +36,44 @@ def test_every_markup_is_read(family, text):
         pytest.skip("needs extras/models")
     look = {"name": "look", "parameters": {"type": "object", "properties": {"query": {"type": "string"}}}}
     assert parse_tool_calls(text, {"look": look}) == ("", [{"name": "look", "arguments": {"query": "x"}}], [])
+
+
+# ------------------------------------------------------------------------------------------------ docs/map.md
+MAP = (ROOT / "docs" / "map.md").read_text()
+
+
+def test_the_counts_of_lines():
+    """To within a tenth and 30 lines: a page need not change with every line of code."""
+    rows = re.findall(r"^\| \d+ \| (.+?) \| ([\d,]+) \|", MAP, re.M)
+    assert len(rows) == 11
+    for files, lines in rows:
+        real = sum(len((ROOT / file).read_text().splitlines()) for file in re.findall(r"`(.+?)`", files))
+        shown = int(lines.replace(",", ""))
+        assert shown % 50 == 0 and abs(shown - real) <= 30 + real // 10, f"{files} has {real} lines"
+
+
+def test_every_layer_has_its_row():
+    layers = {path.parent.name for path in (ROOT / "extras").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \| .+ \| .+ \| .+ \|$", MAP, re.M)) >= layers
+
+
+def test_what_a_plain_run_loads():
+    """The figures are the bounds of tests/test_layers.py, rounded to 50."""
+    text = (ROOT / "tests" / "test_layers.py").read_text()
+    files, lines, core = map(int, re.search(r"len\(files\) <= (\d+) and lines <= (\d+) and in_core <= (\d+)", text).groups())
+    assert f"loads {files} files of about {round(lines / 50) * 50:,} lines, of\nwhich about {round(core / 50) * 50:,} are core's" in MAP
+
+
+def test_every_name_of_the_map_exists():
+    """`name` in `file`, and what the example of Python imports."""
+    for name, file in (("collect_groups", "core/data.py"), ("merged", "lora.py"), ("reference", "lora.py"), ("token_logprobs", "core/logprobs.py")):
+        assert f"def {name}(" in (ROOT / file).read_text()
+    compile(re.search(r"```python\n(.*?)```", MAP, re.S)[1], "map.md", "exec")
+    import agent
+    import core
+    import core.engine
+    import layers
+    import lora
+    for module, names in ((agent, "Trajectory evaluate rollout Episode"), (core, "save_model token_logprobs"), (layers, "load_model"),
+                          (lora, "Adapter"), (core.engine, "EngineProtocol")):
+        assert all(hasattr(module, name) for name in names.split())
