@@ -46,8 +46,8 @@ def load(name):
 BLOCKS = {}  # by name: the function that returns a block's lines, and the JSON that it is given
 
 
-def block(file):
-    """Register a function of what a JSON holds as the block of its name."""
+def block(file=None):
+    """Register a function of what a JSON holds as the block of its name. None: it needs no JSON."""
     def register(function):
         BLOCKS[function.__name__] = function, file
         return function
@@ -188,6 +188,18 @@ def merging(data):
                     f"{data[way]['merge_kept']:.3f}"] for way, words in ways.items()))
 
 
+@block()
+def metrics():
+    """Every number that a run writes: a table for each place of extras/show/metrics.json."""
+    from extras.show.metrics import PLACES
+    lines = []
+    for place, rows in PLACES.items():
+        lines += [f"## {place}", "", *table(
+            ["name", "unit", "what it is", "what to look for"],
+            *([f"`{name}`", *row] for name, row in rows.items())), ""]
+    return lines
+
+
 # ---------------------------------------------------------------------------------------- pictures
 # A picture, the script that draws it, its JSON, and the part of the JSON that it shows.
 PICTURES = {
@@ -270,10 +282,11 @@ def rewrite(text: str) -> tuple[str, list[str], set[str]]:
             problems.append(f"block {name}: no function of that name in bench/pages.py")
             return match[0]
         function, file = BLOCKS[name]
-        quoted.add(file)
-        lines = "".join(line + "\n" for line in function(load(file)))
+        if file:
+            quoted.add(file)
+        lines = "".join(line + "\n" for line in (function(load(file)) if file else function()))
         if lines != before:
-            problems.append(f"block {name} differs from {file}")
+            problems.append(f"block {name} differs from {file or function.__doc__}")
         return begin + lines + end
 
     def figure(match):

@@ -1,6 +1,7 @@
 """docs/ on the algorithms against the code: quoted lines, named functions, tables of losses, flags, metrics, alarms, exercises."""
 import ast
 import re
+import sys
 from functools import lru_cache
 from pathlib import Path
 from unittest import mock
@@ -13,10 +14,11 @@ import grpo
 import reward_weighted
 import sft
 from core.config import options
-from extras.show.metrics import METRICS, meaning, page_block
-from extras.show.notes import ALARMS
+from extras.show.metrics import METRICS, meaning
+from extras.show.notes import ALARMS, HELD_OUT
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 PROGRAMS = {"grpo": grpo, "dpo": dpo, "sft": sft, "reward_weighted": reward_weighted}
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in PROGRAMS}
 FLAGS = {"config"}.union(*(options(module.Config) for module in PROGRAMS.values()))
@@ -240,10 +242,10 @@ def test_the_exercise_of_sft_weighs_the_gradient_by_the_probability():
 
 
 # --------------------------------------------------------------------------------- docs/metrics.md
-def test_the_page_of_metrics_is_that_of_the_table():
+def test_the_page_of_metrics_has_every_name_of_the_table_and_says_what_the_closing_table_shows():
+    from bench import pages
     page = (ROOT / "docs" / "metrics.md").read_text()
-    begin, end = "<!-- begin metrics from extras/show/metrics.json -->\n", "<!-- end metrics -->"
-    block = page[page.index(begin) + len(begin):page.index(end)]
-    assert block == page_block(), "python -m extras.show --metrics docs/metrics.md writes it again"
-    assert set(re.findall(r"^\| `([^`]+)` \|", block, re.M)) == METRICS.keys()
-    assert max(map(len, page[:page.index(begin)].splitlines())) <= 130
+    assert pages.rewrite(page) == (page, [], set())  # `python bench/pages.py` writes it
+    assert re.findall(r"^\| `([^`]+)` \|", page, re.M) == list(METRICS)
+    assert set(HELD_OUT) <= set(re.findall(r"`([\w/]+)`", page.partition("<!-- begin")[0]))
+    assert max(map(len, page.splitlines())) <= 130
