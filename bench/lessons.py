@@ -1,0 +1,77 @@
+"""Run lessons with several seeds, and keep what their pages say.
+
+    python bench/lessons.py                     all of them, seeds 0, 1 and 2: about 40 CPU minutes
+    python bench/lessons.py 02 04 --seeds 0     some of them
+
+A lesson's last line is a JSON object. Those of all seeds are in results/lesson_NN.json, and the
+picture of the first seed is copied to docs/lessons/, beside the lesson's page. A row that is there
+already is kept if it is of today's constants, so that seeds can be run one at a time.
+"""
+import argparse
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.learning import fingerprint  # noqa: E402
+
+
+def file_of(number) -> Path:
+    """Return the file of the lesson of this number, such as "02"."""
+    [path] = (ROOT / "lessons").glob(f"{number}_*.py")
+    return path
+
+
+def settings(number) -> dict:
+    """Return what the figures of a lesson depend on: its constants, as they are written."""
+    tree = ast.parse(file_of(number).read_text())
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    return {ast.unparse(node.targets): ast.unparse(node.value) for node in assigned}
+
+
+def run(path, seed) -> dict:
+    """Run a lesson, show what it prints, and return its results."""
+    done = subprocess.Popen([sys.executable, path, "--seed", str(seed)], stdout=subprocess.PIPE,
+                            text=True)
+    line = ""
+    for line in done.stdout:
+        print(line, end="", flush=True)
+    if done.wait():
+        sys.exit(f"{path} --seed {seed} ended with {done.returncode}")
+    return json.loads(line)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("numbers", nargs="*", help="such as 02; default: all")
+    parser.add_argument("--seeds", default="0,1,2")
+    args = parser.parse_args()
+    for path in sorted((ROOT / "lessons").glob("[0-9]*.py")):
+        number, _, _ = path.stem.partition("_")
+        if args.numbers and number not in args.numbers:
+            continue
+        target = ROOT / "bench" / "results" / f"lesson_{number}.json"
+        before = json.loads(target.read_text()) if target.exists() else {}
+        today = fingerprint(settings(number))
+        rows = before["runs"] if before.get("settings") == today else []
+        rows = {row["seed"]: row for row in rows}
+        for seed in map(int, args.seeds.split(",")):
+            rows[seed] = run(path, seed)
+            if seed == min(rows):
+                picture = ROOT / "runs" / "lessons" / f"{path.stem}.svg"
+                pages = ROOT / "docs" / "lessons"
+                pages.mkdir(parents=True, exist_ok=True)
+                shutil.copy(picture, pages)
+            result = {"command": f"python bench/lessons.py {number}", "date": str(date.today()),
+                      "machine": rows[seed]["machine"], "settings": today,
+                      "runs": [rows[key] for key in sorted(rows)]}
+            target.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
