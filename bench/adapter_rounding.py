@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import lora  # noqa: E402
+from bench.learning import RESULTS, write_json  # noqa: E402
 from layers import load_model  # noqa: E402
 from merge import merge  # noqa: E402
 from core.model import save_model
@@ -99,7 +100,7 @@ def main():
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default=str(ROOT / "bench" / "results" / "adapter_rounding.json"))
+    parser.add_argument("--output", default=str(RESULTS / "adapter_rounding.json"))
     args = parser.parse_args()
     model, tokenizer = load_model(args.model_path, lora_r=16, dtype="bfloat16", device="cpu", seed=args.seed)
     ids = texts(tokenizer, args)
@@ -123,7 +124,7 @@ def main():
     result = {"command": "python bench/adapter_rounding.py " + " ".join(sys.argv[1:]), **vars(args),
               "date": datetime.date.today().isoformat(), "torch": torch.__version__,
               "machine": f"{platform.machine()}, {os.cpu_count()} cores", "by_step": by_step}
-    Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.output, result, args)
 
 
 if __name__ == "__main__":

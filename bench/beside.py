@@ -21,6 +21,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench.learning import RESULTS, write_json  # noqa: E402
+
 SETTINGS = {"ours": {}, "torch's default": {"GOMP_SPINCOUNT": "300000"}, "5000": {"GOMP_SPINCOUNT": "5000"},
             "passive": {"OMP_WAIT_POLICY": "PASSIVE"}, "one thread": {"OMP_NUM_THREADS": "1"}}
 LIMIT = 150  # seconds of all updates of a process
@@ -29,7 +32,6 @@ COMMAND = ["grpo.py", "--max_steps", "4", "--eval_tasks", "20"]
 
 def updates(model_path, count, dtype):
     """Print the seconds of each update as a line."""
-    sys.path.insert(0, str(ROOT))
     import core  # noqa: F401 (before torch, as in every program)
     import torch
     from core.model import adamw
@@ -110,7 +112,7 @@ def main():
               "machine": f"{os.cpu_count()} shared cores, no GPU", "seconds_of_an_update": rows,
               "seconds_of_the_first_command": {"command": COMMAND, "ours": first},
               "beside_over_alone": [round(row["beside"] / row["alone"], 2) for row in first]}
-    (ROOT / "bench" / "results" / "beside.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(RESULTS / "beside.json", result, args)
     print(json.dumps(result))
 
 

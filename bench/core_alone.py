@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.learning import write_json  # noqa: E402
 
 
 def tree(commit, without_extras, place):
@@ -91,7 +93,7 @@ def main():
               "cpu_seconds_a_step": seconds, "peak_mib": peaks,
               "median": {name: [median(seconds[name]), median(peaks[name])] for name in seconds}}
     if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result, args)
     print(json.dumps(result))
 
 

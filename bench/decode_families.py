@@ -23,6 +23,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from bench.learning import RESULTS, write_json  # noqa: E402
 FAMILIES = """llama qwen3 gemma2 gemma3n gemma4 gpt_oss deepseek_v3 qwen3_moe hunyuan_v1_moe qwen3_5 lfm2
 granitemoehybrid falcon_h1 mamba2 kimi_linear minimax""".split()
 ROWS, PROMPT, TOKENS, VOCABULARY = 8, 40, 32, 96
@@ -55,7 +56,7 @@ def main():
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", default=str(ROOT / "bench" / "results"))
+    parser.add_argument("--results", default=str(RESULTS))
     args = parser.parse_args()
     import decoders
 
@@ -80,7 +81,7 @@ def main():
               "command": "python bench/decode_families.py " + " ".join(sys.argv[1:])}
     path = Path(args.results, "decode_families.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(path, result, args)
     print(json.dumps(result))
 
 

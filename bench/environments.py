@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.learning import spread, wilson  # noqa: E402
+from bench.learning import RESULTS, spread, wilson, write_json  # noqa: E402
 from bench.learning_rates import short_template  # noqa: E402
 
 SFT = "--max_steps 60 --learning_rate 3e-4 --lora_r 16 --gradient_accumulation_steps 1"
@@ -103,14 +103,14 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, help="default: as in RUNS")
     parser.add_argument("--out", default=str(ROOT / "runs" / "environments"))
     args = parser.parse_args()
-    path = ROOT / "bench" / "results" / "environments.json"
+    path = RESULTS / "environments.json"
     result = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     for name in args.only:
         result["runs"][name] = {
             **learning(name, args), "command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
             "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} shared cores"}
         print(name, json.dumps(result["runs"][name]["summary"]), flush=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(path, result)
     print(json.dumps(result))
 
 

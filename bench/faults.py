@@ -34,13 +34,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fault_inputs  # noqa: E402
+from bench.learning import RESULTS, fingerprint, settings_of  # noqa: E402
 
 from core.model import checkpoints  # noqa: E402
 from extras.exact.checkpoint import read_state  # noqa: E402
 from core.config import UserError  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402
 
-RESULTS = ROOT / "bench" / "results" / "faults.json"
 LOST = ("unreadable", "lost_more_than_an_interval", "failed", "final_bits_differ")
 PIPES = ("| head -c 1 >/dev/null", "2>&1 | head -c 1 >/dev/null", ">&-", "2>&-", "<&- >&- 2>&-", "</dev/null",
          ">/dev/full", "2>/dev/full", ">/dev/full 2>/dev/full")
@@ -166,10 +166,12 @@ SECTIONS = {"kills": kills, "signals": signals, "pipes": pipes, "full disk": ful
 
 def keep(results):
     """Put the sections into bench/results/faults.json, where another process may put others."""
-    RESULTS.touch()
-    with open(RESULTS, "r+") as file:
+    path = RESULTS / "faults.json"
+    path.touch()
+    with open(path, "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         kept = json.loads(file.read() or "{}") | results
+        kept["settings"] = fingerprint(settings_of("faults"))
         file.seek(0)
         file.truncate()
         file.write(json.dumps(kept, indent=1) + "\n")

@@ -3,7 +3,7 @@
     python bench/four_lessons.py                        two runs of one thread at a time; finished ones are not repeated
     python bench/four_lessons.py --only equations       one of the two environments
 
-Writes bench/results/four_lessons.json, .md (the table) and .png.
+Writes bench/results/four_lessons.json and .svg.
 
 The start is the tiny model after a short SFT on demonstrations whose actions are mostly wrong. SFT then imitates as
 many demonstrations of that same poor expert as the others play episodes, and, in a line of its own, of a perfect one,
@@ -21,7 +21,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SEEDS, EPISODES, RESULTS = (0, 1, 2), 2880, os.path.join(ROOT, "bench", "results")
+sys.path.insert(0, ROOT)
+from bench.learning import RESULTS, flags, write_json  # noqa: E402
+from bench.pictures import COLORS, figure, save  # noqa: E402
+
+SEEDS, EPISODES = (0, 1, 2), 2880
 # What the teacher of the start does: noise of its actions, and how often the start sees it (steps of 16).
 START = {"equations": "--expert_noise 0.6 --max_turns 6 --max_samples 2600 --max_steps 340 --batch_size 16",
          "meetings": "--expert_noise 0.25 --max_samples 3000 --max_steps 800 --batch_size 16"}
@@ -36,9 +40,7 @@ LESSONS = {
 }
 # Meetings' outcomes are drawn: more tasks of fewer episodes, and no division by a standard deviation that is luck.
 MEETINGS = "--learning_rate 1e-3 --kl_coef 0.04 --loss dr_grpo --group_size 4 --updates_per_step 2 --max_grad_norm 0.1"
-EQUATIONS = "--learning_rate 2e-3 --kl_coef 0.3 --updates_per_step 2 --max_grad_norm 0.1"
-GRPO = {"equations": {"GRPO, 90 updates": f"{EQUATIONS} --tasks_per_step 8",
-                      "GRPO, 180 updates": f"{EQUATIONS} --tasks_per_step 4"},
+GRPO = {"equations": {"GRPO, 90 updates": "--tasks_per_step 8", "GRPO, 180 updates": "--tasks_per_step 4"},
         "meetings": {"GRPO, 90 updates": f"{MEETINGS} --tasks_per_step 16",
                      "GRPO, 180 updates": f"{MEETINGS} --tasks_per_step 8"}}
 
@@ -107,29 +109,33 @@ def table(rows: dict) -> str:
     return "\n".join(out) + "\n"
 
 
-def picture(rows: dict, ceiling: float, path: str):
-    """Draw success against episodes, a panel for each environment."""
-    import matplotlib
-    matplotlib.use("Agg")
+def settings() -> dict:
+    """Return what the figures depend on."""
+    programs = {program: flags(program) for program in ("grpo", "reward_weighted", "dpo", "sft")}
+    return {"episodes": EPISODES, "start": START, "lessons": LESSONS, "grpo": GRPO, "programs": programs}
+
+
+def draw(rows: dict, path):
+    """Draw success against episodes, a panel for each environment: the mean of the seeds and their range."""
     import numpy as np
-    from matplotlib import pyplot as plt
-    figure, panels = plt.subplots(1, len(rows), figsize=(5.5 * len(rows), 4), sharey=True, squeeze=False)
+    from bench.meetings import TOOLS, accuracy
+    picture, panels = figure(1, len(rows), width=4.5 * len(rows), height=3.4, sharey=True, squeeze=False)
     panels = dict(zip(rows, panels[0]))
-    grid = np.linspace(0, EPISODES, 200)
+    grid = np.linspace(0, EPISODES, 60)
     for env, panel in panels.items():
         for name in LESSONS:
-            curves = np.array([np.interp(grid, *zip(*run["curve"])) for run in rows[env][name]])  # (seeds, 200)
+            curves = np.array([np.interp(grid, *zip(*run["curve"])) for run in rows[env][name]])  # (seeds, 60)
             line, = panel.plot(grid, curves.mean(0), label=name)
             panel.fill_between(grid, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.15)
-        panel.set_title(env), panel.set_xlabel("episodes played, or demonstrations shown"), panel.grid(alpha=0.3)
+        panel.set(title=env, xlabel="episodes played, or demonstrations shown", ylim=(0, 1))
     if "meetings" in panels:
-        panels["meetings"].axhline(ceiling, color="grey", linestyle=":", label="Bayes ceiling")
-    panels[next(iter(rows))].set_ylabel("success: mean and range of three seeds"), panel.set_ylim(0, 1), panel.legend()
-    figure.tight_layout(), figure.savefig(path, dpi=120)
+        panels["meetings"].axhline(accuracy(TOOLS), color=COLORS["grey"], linestyle=":", label="Bayes ceiling")
+    panels[next(iter(rows))].set_ylabel("success: mean and range of the seeds")
+    panel.legend(fontsize=8)
+    save(picture, path)
 
 
 def main():
-    sys.path.insert(0, ROOT)
     from bench.meetings import TOOLS, accuracy
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.path.join(ROOT, "runs", "four_lessons"))
@@ -146,11 +152,8 @@ def main():
               "episodes": EPISODES, "lessons": LESSONS, "grpo": GRPO, "start": START, "rows": rows,
               "bayes_ceiling": accuracy(TOOLS), "machine": f"{os.cpu_count()} cores, no GPU, two runs at a time"}
     os.makedirs(RESULTS, exist_ok=True)
-    picture(rows, accuracy(TOOLS), os.path.join(RESULTS, "four_lessons.png"))
-    with open(os.path.join(RESULTS, "four_lessons.md"), "w") as f:
-        f.write(table(rows))
-    with open(os.path.join(RESULTS, "four_lessons.json"), "w") as f:
-        json.dump(result, f)
+    draw(rows, RESULTS / "four_lessons.svg")
+    write_json(RESULTS / "four_lessons.json", result)
     print(table(rows) + json.dumps(result))
 
 

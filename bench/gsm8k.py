@@ -30,11 +30,10 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.learning import wilson  # noqa: E402
+from bench.learning import RESULTS, wilson, write_json  # noqa: E402
 from envs.gsm8k import GSM8K, calculator, true_calculations  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data" / "gsm8k"
-RESULTS = ROOT / "bench" / "results"
 LENGTHS = ["--max_new_tokens", "160", "--max_tokens", "768"]  # a demonstration has 442 tokens on average
 DTYPE = ["--dtype", "bfloat16"]  # of every stage, so that the policy that was trained is the one that is tested
 
@@ -229,7 +228,7 @@ def main():
               "machine": f"{os.cpu_count()} shared cores, no GPU",
               "trained": {name: trained(args.out / name) for name in ("sft", *runs)},
               "held_out": {name: figures(args, name) for name in ("untrained", "sft", *runs)}}
-    (RESULTS / "gsm8k.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(RESULTS / "gsm8k.json", result, args)
     print(json.dumps(result))
 
 

@@ -28,6 +28,7 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import grpo  # noqa: E402
+from bench.learning import RESULTS, write_json  # noqa: E402
 import sft  # noqa: E402
 from core.model import checkpoints
 from extras.exact.checkpoint import read_state
@@ -141,7 +142,7 @@ def main(kills, kind):
               "seconds": round(time.time() - began)}
     print("\n" + json.dumps(result))
     if kills >= 200:
-        (ROOT / "bench" / "results" / f"kills_{kind}.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_json(RESULTS / f"kills_{kind}.json", result)
     lost = ("unreadable", "lost_more_than_an_interval", "failed", "final_bits_differ")
     return int(any(count[name] for name in lost))
 

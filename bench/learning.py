@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-RESULTS = ROOT / "bench" / "results"
+RESULTS = Path(os.environ.get("BENCH_RESULTS", ROOT / "bench" / "results"))  # tests write elsewhere
 TASKS, SAMPLES = 200, 4  # of the exam: held-out tasks, episodes of each
 # 0.975 quantiles of Student's t by degrees of freedom.
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -79,7 +79,12 @@ class Clock:
 # These flags say where a run stands and what is shown of it, not what it computes.
 PLACES = {"output_dir", "overwrite", "resume", "seed", "save_every", "eval_every", "record",
           "show_every", "report_to", "unsafe_code"}
-NOT_SETTINGS = {"seeds", "seed", "rounds", "only", "shapes", "parts", "threads", "hours"}
+# And these arguments of scripts say which of several measurements are made, and how often.
+NOT_SETTINGS = {"seeds", "seed", "rounds", "repeats", "only", "shapes", "parts", "threads", "rates",
+                "cases", "families", "clients", "runs", "kills", "every", "points"}
+# Of a JSON that is not named like its script: that script, and what it was called with.
+SCRIPTS = {"real_model_h200": ("real_model", {"grpo_steps": 40}), "gpu_h200": ("gpu", {}),
+           "gpu_h100_80gb_hbm3": ("gpu", {}), "kills_sft": ("kills", {}), "kills_grpo": ("kills", {})}
 
 
 def flags(program, **changes) -> dict:
@@ -127,6 +132,23 @@ def numbers(node):
     return value if re.search(r"\d", repr(value)) else None
 
 
+def settings_of(name, **called_with) -> dict:
+    """Return what the figures of a JSON depend on, as today's code has it.
+
+    A script says so in its function `settings`. Of one that has none it is the numbers in it.
+
+    Args:
+        name: the file. called_with: arguments of the script that differ from its defaults.
+    """
+    stem = Path(name).stem
+    script, usual = SCRIPTS.get(stem, (stem, {}))
+    path = Path(__file__).with_name(f"{script}.py")
+    if path.exists() and "\ndef settings(" in path.read_text():
+        return importlib.import_module(f"bench.{script}").settings()
+    found = constants(script) if path.exists() else {}
+    return found | {key: value for key, value in {**usual, **called_with}.items() if key in found}
+
+
 def fingerprint(settings) -> str:
     """Return a short hash of settings, which are nested dicts, lists, numbers and strings."""
     text = json.dumps(settings, sort_keys=True, default=str)
@@ -163,6 +185,18 @@ def product_rates(shape=(2048, 576, 1536), seconds=0.5) -> dict:
             best = min(best, time.perf_counter() - start)
         rates[str(dtype).removeprefix("torch.")] = round(2e-9 * math.prod(shape) / best, 1)
     return rates
+
+
+def write_json(path, result, args=None):
+    """Write a result, with the hash of the settings that its figures depend on.
+
+    Args:
+        path: bench/results/NAME.json. args: what the script was called with.
+    """
+    settings = settings_of(Path(path).name, **(vars(args) if args else {}))
+    result = {**result, "settings": fingerprint(settings)}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def write_result(path, **content) -> dict:

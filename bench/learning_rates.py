@@ -17,7 +17,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-RESULTS = os.path.join(ROOT, "bench", "results", "learning_rates.json")
+from bench.learning import RESULTS, write_json  # noqa: E402
 
 
 def short_template(model_path, folder):
@@ -64,8 +64,7 @@ def main():
             row[name] = {"values": values, **spread(values)}
         report = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
                   "machine": f"{os.cpu_count()} cores, no GPU", "steps": args.steps, "rows": rows}
-        with open(RESULTS, "w") as file:
-            json.dump(report, file, indent=1)
+        write_json(RESULTS / "learning_rates.json", report, args)
         print(rate, seed, result, flush=True)
     print(json.dumps(report))
 

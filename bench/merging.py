@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import lora  # noqa: E402
+from bench.learning import RESULTS, fingerprint, settings_of, write_result  # noqa: E402
 from layers import load_model  # noqa: E402
 from core.logprobs import token_logprobs  # noqa: E402
 
@@ -81,12 +82,13 @@ def main():
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--output", default=str(RESULTS / "merging.json"))
     args = parser.parse_args()
     results = {}
     for way in args.ways:
         results[way] = {name: round(value, 4) for name, value in train(way, args).items()}
         print(way, results[way], flush=True)
-    print(json.dumps({"learning_rate": args.learning_rate, "steps": args.steps, **results}))
+    write_result(args.output, settings=fingerprint(settings_of("merging", **vars(args))), learning_rate=args.learning_rate, steps=args.steps, **results)
 
 
 if __name__ == "__main__":

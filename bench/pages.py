@@ -12,11 +12,11 @@ A figure inside a sentence stands between two comments, too, which no reader see
     <!-- = first_command.json runs seconds median /60 :.0f -->3<!-- /= --> minutes
 
 After the file come keys and indices. A key of a list of dicts is taken of each of them, and `*` of
-a dict is the list of its values. Then come `min`, `max`, `mean`, `median` or `count`, a factor
+a dict is the list of its dicts, or of its values if it holds none. Then come `min`, `max`, `mean`, `median`, `sum` or `count`, a factor
 (`x100`, `/60`), and a format. Such a figure begins no line: GitHub would take the line for HTML.
 
-A JSON that a page quotes holds "settings", a hash of what its figures depend on (SETTINGS below).
-The check fails where today's code has others. `--stamp FILE` writes today's hash into a JSON: for a
+A JSON that a page quotes holds "settings", a hash of what its figures depend on (`settings_of` in
+learning.py). The check fails where today's code has others. `--stamp FILE` writes today's hash into a JSON: for a
 setting that was renamed, or for figures that were read to be of today's settings.
 """
 import argparse
@@ -30,11 +30,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-RESULTS = ROOT / "bench" / "results"
+from bench.learning import RESULTS, fingerprint, settings_of  # noqa: E402
+
 BLOCK = re.compile(r"(<!-- begin (\w+)(?: from [\w.]+)? -->\n)(.*?)(<!-- end \2 -->)", re.S)
 VALUE = re.compile(r"<!-- = (.+?) -->(.*?)<!-- /= -->", re.S)
 REDUCE = {"min": min, "max": max, "mean": statistics.fmean, "median": statistics.median,
-          "count": len}
+          "count": len, "sum": sum}
 
 
 def load(name):
@@ -207,6 +208,7 @@ PICTURES = {
     "bench/results/reward_hacking.svg": ("reward_hacking", "reward_hacking.json", "rows"),
     "bench/results/tricks.svg": ("tricks", "tricks.json", "summary"),
     "bench/results/staleness.svg": ("staleness", "staleness.json", "summary"),
+    "bench/results/four_lessons.svg": ("four_lessons", "four_lessons.json", "rows"),
     "bench/results/real_model_h200.svg": ("real_model", "real_model_h200.json", "seeds"),
     "docs/memory.svg": ("memory", "memory.json", "mib"),
 }
@@ -223,24 +225,6 @@ def draw_pictures():
             print(f"{path}: {file} is of an earlier form, without {error}")
 
 
-# ---------------------------------------------------------------------------------------- settings
-# Of a JSON that is not named like its script.
-SCRIPTS = {"real_model_h200": "real_model", "gpu_h100_80gb_hbm3": "gpu", "gpu_h200": "gpu"}
-
-
-def settings_of(name) -> dict:
-    """Return what the figures of a JSON depend on, as today's code has it.
-
-    A script says so in its function `settings`. Of one that has none it is the numbers in it.
-    """
-    from bench.learning import constants
-    stem = Path(name).stem
-    script = SCRIPTS.get(stem, stem)
-    if "def settings(" in Path(__file__).with_name(f"{script}.py").read_text():
-        return importlib.import_module(f"bench.{script}").settings()
-    return constants(script)
-
-
 # ----------------------------------------------------------------------------------------- writing
 def value(words: str) -> str:
     """Return the text of a figure inside a sentence."""
@@ -248,7 +232,7 @@ def value(words: str) -> str:
     found = load(name)
     for word in words:
         if word == "*":
-            found = list(found.values())
+            found = [item for item in found.values() if isinstance(item, dict)] or list(found.values())
         elif isinstance(found, dict):
             found = found[word]
         elif word.startswith(":"):
@@ -311,7 +295,6 @@ def rewrite(text: str) -> tuple[str, list[str], set[str]]:
 
 def stale(files) -> list[str]:
     """Return a line for each quoted JSON whose settings are not those of today's code."""
-    from bench.learning import fingerprint
     problems = []
     for name in sorted(files):
         stamped, today = load(name).get("settings"), fingerprint(settings_of(name))
@@ -326,12 +309,12 @@ def main(argv=None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing")
     parser.add_argument("--draw", action="store_true", help="draw the pictures again, too")
-    parser.add_argument("--stamp", metavar="FILE", help="write today's settings into a JSON")
+    parser.add_argument("--stamp", metavar="FILE", nargs="+", default=[],
+                        help="write the hash of today's settings into these JSONs")
     args = parser.parse_args(argv)
-    if args.stamp:
-        from bench.learning import fingerprint
-        data = load(args.stamp) | {"settings": fingerprint(settings_of(args.stamp))}
-        (RESULTS / args.stamp).write_text(json.dumps(data, indent=1) + "\n")
+    for name in args.stamp:
+        data = load(name) | {"settings": fingerprint(settings_of(name))}
+        (RESULTS / name).write_text(json.dumps(data, indent=1) + "\n")
     if args.draw:
         draw_pictures()
     quoted, lines = set(), []

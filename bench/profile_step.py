@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from bench.learning import RESULTS, write_json  # noqa: E402
 GROUPS = {  # the first group with a word that the operation's name contains
     "products with weights": ("_linear_pointwise", "aten::mm", "aten::addmm", "aten::linear"),
     "products of attention": ("aten::bmm", "scaled_dot_product"),
@@ -117,7 +118,7 @@ def main():
     result["of_the_bound"] = result["bound_seconds"] / plain["step"]
     print(f"step {plain['step']:.1f} s (rollout {plain['rollout']:.1f}); all products at {max(rates):.0f} GFLOP/s: "
           f"{result['bound_seconds']:.1f} s, {result['of_the_bound']:.0%} of it")
-    (ROOT / "bench" / "results" / "profile_step.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(RESULTS / "profile_step.json", result, args)
     print(json.dumps(result))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parents[1])
 sys.path.insert(0, ROOT)
-from bench.learning import RESULTS, constants, fingerprint, series  # noqa: E402
+from bench.learning import RESULTS, series, write_json  # noqa: E402
 
 CURVES = "success", "reward", "entropy"
 
@@ -75,11 +75,10 @@ def main():
     for name, folder in (("grpo", learned), ("gsm8k", math)):
         rows[name]["curves"] = {curve: series(folder, curve) for curve in (*CURVES, "first_ratio")}
     result = {"command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(), "rows": rows,
-              "settings": fingerprint(constants("real_model")), "machine": f"{os.cpu_count()} cores, {gpu()}"}
+              "machine": f"{os.cpu_count()} cores, {gpu()}"}
     os.makedirs(RESULTS, exist_ok=True)
     draw([result], os.path.join(RESULTS, "real_model.svg"))
-    with open(os.path.join(RESULTS, "real_model.json"), "w") as f:
-        json.dump(result, f, indent=1)
+    write_json(RESULTS / "real_model.json", result, args)
     print(json.dumps(result))
 
 

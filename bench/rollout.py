@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.learning import RESULTS, write_json  # noqa: E402
 MODES = {"generate": None, "stock": {"static": False}, "fused": {"static": False}, "fused_static": {"static": True}}
 
 
@@ -31,7 +32,7 @@ def main():
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--cases", nargs="+", default=["1x1x64", "8x8x64"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--results", default=str(ROOT / "bench" / "results"))
+    parser.add_argument("--results", default=str(RESULTS))
     args = parser.parse_args()
     import torch
     from transformers import AutoModelForCausalLM
@@ -87,9 +88,8 @@ def main():
                           "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
               "date": datetime.date.today().isoformat(), "command": "python bench/rollout.py " + " ".join(sys.argv[1:])}
     path = Path(args.results, "rollout.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     kept = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**kept, name: result}, indent=1) + "\n")
+    write_json(path, {**kept, name: result})
     print(json.dumps(result))
 
 

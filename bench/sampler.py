@@ -36,6 +36,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.learning import RESULTS, write_json  # noqa: E402
 RUNS = {"here": {}, "sampler": {"rollout_ahead": 0}, "ahead": {"rollout_ahead": 1}}
 PLACES = 5  # of each of 8 episodes
 SCALES = 1.0, 0.3, 0.1
@@ -55,7 +56,7 @@ def arguments():
     parser.add_argument("--eval_tasks", type=int, default=100)
     parser.add_argument("--sft_steps", type=int, default=60)
     parser.add_argument("--out", default=str(ROOT / "runs" / "sampler"))
-    parser.add_argument("--results", default=str(ROOT / "bench" / "results"), help="folder of sampler.json")
+    parser.add_argument("--results", default=str(RESULTS), help="folder of sampler.json")
     return parser.parse_args()
 
 
@@ -267,7 +268,7 @@ def main():
                            "date": datetime.date.today().isoformat(),
                            "machine": f"{os.cpu_count()} shared cores, {len(visible_gpus())} GPUs; without one, "
                                       "vLLM has one thread"}
-            path.write_text(json.dumps(result, indent=1))
+            write_json(path, result)
     finally:
         if process:
             process.send_signal(signal.SIGINT)

@@ -32,6 +32,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.learning import RESULTS, write_json  # noqa: E402
 BASE = {"group_size": 4, "turns": 3, "tool_tokens": 32, "prompt_tokens": 64}
 SIZES = {"group_size": [2, 4, 8, 16], "turns": [1, 2, 4, 8, 16], "tool_tokens": [16, 32, 64, 128, 256],
          "prompt_tokens": [32, 64, 128, 256, 512]}
@@ -163,7 +164,7 @@ def main():
     parser.add_argument("--vary", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="seconds of which clock")
     parser.add_argument("--note", default="", help="what else the machine was doing")
-    parser.add_argument("--results", default=str(ROOT / "bench" / "results"))
+    parser.add_argument("--results", default=str(RESULTS))
     args = parser.parse_args()
     import torch
 
@@ -195,7 +196,7 @@ def main():
               "command": "python bench/scale.py " + " ".join(sys.argv[1:])}
     os.makedirs(args.results, exist_ok=True)
     picture(curves, os.path.join(args.results, "scale.png"))
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(path, result, args)
     print(json.dumps(result))
 
 

@@ -39,6 +39,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.learning import RESULTS, write_json  # noqa: E402
 CASES = (
     "finishes",
     "own_folders",
@@ -183,7 +184,7 @@ def main():
     base = place / "base"
     for thing in make_tiny():
         thing.save_pretrained(base)
-    path = ROOT / "bench" / "results" / "two_machines.json"
+    path = RESULTS / "two_machines.json"
     result = json.loads(path.read_text()) if path.exists() else {"cases": {}}
     for case in args.cases:
         result["cases"][case] = play(case, str(base), place)
@@ -193,7 +194,7 @@ def main():
             "date": datetime.date.today().isoformat(),
             "machine": f"{os.cpu_count()} shared cores, two network namespaces",
         }
-        path.write_text(json.dumps(result, indent=1))
+        write_json(path, result)
     shutil.rmtree(place)
     print(json.dumps(result))
 
