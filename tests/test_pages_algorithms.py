@@ -96,6 +96,7 @@ def test_every_function_that_a_page_names_is_in_its_file(name):
     named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", PAGES[name])
     assert len(named) >= 12
     assert [(file, thing) for file, thing in named if thing not in definitions(file)] == []
+    assert [file for file in re.findall(r"(?:bench|docs)/\w+\.\w+", PAGES[name]) if not (ROOT / file).exists()] == []
 
 
 @pytest.mark.parametrize("name", PAGES)
