@@ -158,8 +158,8 @@ def main(steps=STEPS, seed=0):
     curves = {game: {name: teach(*played, credit, steps, seed) for name, credit in CREDITS.items()}
               for game, played in games.items()}
     print(f"\n3. Two games, {steps} steps of {GROUP} episodes. In the first, each of {CHAIN} turns "
-          "is right\n   or wrong and paid at once. In the second one may look three times and then\n"
-          "   be right, or guess at once and be right half of the time: looking is better.\n\n"
+          "is right\n   or wrong and paid at once. In the second one may look three times and "
+          "then\n   be right, or guess and be right half of the time: looking is better.\n\n"
           "credit    chance of a right turn: at half time  steps to 0.9   chance to look: end")
     for name in CREDITS:
         chain, look = (curves[game][name] for game in games)

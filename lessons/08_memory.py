@@ -40,9 +40,10 @@ EPISODES, TOKENS = 4, 256  # of a forward pass; the second half of each episode 
 ROWS, PROMPT, NEW = 16, 96, 31  # of the rollout whose KV cache is measured
 RANK = 16  # of the adapter
 FLOAT, MB = 4, 1e6  # bytes
+UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what the system reports
 # Which of the lines (1), (2) and (3) are in use.
 RUNS = {"all weights": (), "(1) adapter": (1,), "(2) layers": (1, 2), "(3) head": (1, 2, 3)}
-PARTS = ("weights", "gradients", "optimizer", "layers", "logits")
+PARTS = ("weights", "gradients", "AdamW", "layers", "logits")
 
 
 def count(lines) -> dict:
@@ -50,22 +51,20 @@ def count(lines) -> dict:
     V, D, I, L, heads, kv_heads = SHAPE.values()
     KV = D // heads * kv_heads  # the width of keys, and of values
     N = EPISODES * TOKENS
+    # Embedding and head are one. Of a layer: q and o; k and v; gate, up and down; two norms.
     weights = V * D + L * (2 * D * D + 2 * D * KV + 3 * D * I + 2 * D) + D
-    # A (r, in) and B (out, r) beside: q and o; k and v; gate, up and down.
+    # A (r, in) and B (out, r) beside each of these seven.
     adapter = L * RANK * (2 * 2 * D + 2 * (D + KV) + 3 * (D + I)) if 1 in lines else 0
-    trained = adapter or weights
     # What a layer keeps of a token until the backward pass: 2 norms (input, normalized, output),
     # queries, keys, values and the attention's output, and 4 products of the MLP.
     floats = 2 * 3 * D + 2 * D + 2 * KV + 4 * I
     if 1 in lines:
-        # Frozen scales of the norms need no input. Seven A x (r) are new.
-        floats += 7 * RANK - 2 * D
+        floats += 7 * RANK - 2 * D  # seven A x; the scale of a norm is frozen and needs no input
     if 2 in lines:
         floats = D  # the layer's input: the rest is computed again
-    logits = 0 if 3 in lines else N * V
-    return {"weights": FLOAT * (weights + adapter), "gradients": FLOAT * trained,
-            "optimizer": FLOAT * 2 * trained, "layers": FLOAT * L * N * floats,
-            "logits": FLOAT * logits}
+    return {"weights": FLOAT * (weights + adapter), "gradients": FLOAT * (adapter or weights),
+            "AdamW": FLOAT * 2 * (adapter or weights), "layers": FLOAT * L * N * floats,
+            "logits": FLOAT * N * V * (3 not in lines)}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -80,20 +79,15 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.add(tensor)
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        for tensor, storage in [(x, x.untyped_storage()) for x in tensors]:
+            if storage not in self.known:  # it is no view of another tensor
+                self.known.add(storage)
+                is_wide = tensor.shape[-1:] == (SHAPE["vocab_size"],)
+                self.change(storage.nbytes(), is_wide)
+                weakref.finalize(storage, self.change, -storage.nbytes(), is_wide)
         self.curve.append((time.process_time(), self.live))
         return result
-
-    def add(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage in self.known:
-            return
-        self.known.add(storage)
-        is_wide = tensor.shape[-1:] == (SHAPE["vocab_size"],)
-        self.change(storage.nbytes(), is_wide)
-        weakref.finalize(storage, self.change, -storage.nbytes(), is_wide)
 
     def change(self, number: int, is_wide: bool):
         self.live += number
@@ -108,6 +102,7 @@ def all_logits(model, token_ids, mask):
 
 
 def make_model(seed: int):
+    """Return a model of this shape with random weights."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, tie_word_embeddings=True))
 
@@ -143,16 +138,16 @@ def watched_step(seed: int, lines) -> dict:
         optimizer.step()
     seconds, live = zip(*watch.curve)
     return {"weights": nbytes(weights), "gradients": nbytes(p.grad for p in trained),
-            "optimizer": nbytes(averages), "layers": kept - logits, "logits": logits,
+            "AdamW": nbytes(averages), "layers": kept - logits, "logits": logits,
             "peak": max(live), "seconds": seconds[-1] - seconds[0],
             "curve": ([s - seconds[0] for s in seconds[::20]], [x / MB for x in live[::20]])}
 
 
 def nbytes(tensors) -> int:
+    """Return the bytes of the tensors' elements."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
-@torch.no_grad()
 def kv_cache(seed: int) -> tuple[int, int]:
     """Decode some rows; return the counted and the measured bytes of their keys and values."""
     engine = make_engine(make_model(seed).eval(), slots=ROWS, tokens=PROMPT + NEW)
@@ -168,41 +163,35 @@ def main(seed=0):
     """Watch the four steps and a rollout, show what to look at, and draw it."""
     print(f"\nA step on {EPISODES} episodes of {TOKENS} tokens, in MB: counted from shapes, and "
           "measured.\n'layers' and 'logits' are what the forward pass keeps for the backward pass; "
-          "'peak'\nis the most that was there at once. Watch which column is the largest.\n")
-    print("                     weights gradients optimizer layers logits   peak CPU seconds")
+          "\n'peak' is the most that was there at once. Watch which column is the largest.\n")
+    print(" " * 19 + "".join(f"{part:>10}" for part in PARTS) + "  peak  CPU")
     rows = {}
     for name, lines in RUNS.items():
         row = rows[name] = watched_step(seed, lines)
         gc.collect()  # the adapter and its Linear point at each other
         row["counted"] = count(lines)
-        print_row(name, "counted", row["counted"])
-        print_row("", "measured", row, f"{row['peak'] / MB:7.0f}{row['seconds']:12.1f}")
-    counted, measured = kv_cache(seed)
+        for label, numbers in ((f"{name:11} counted", row["counted"]), ("measured", row)):
+            cells = "".join(f"{numbers[part] / MB:10.0f}" for part in PARTS)
+            print(f"{label:>19}{cells}" + "\n" * (numbers is not row), end="")
+        print(f"{row['peak'] / MB:6.0f}{row['seconds']:4.0f}s", flush=True)
+    cache = dict(zip(("counted", "measured"), kv_cache(seed)))
     print(f"\nKV cache of a rollout, {ROWS} rows of {PROMPT + NEW} tokens: counted "
-          f"{counted / MB:.0f} MB, measured {measured / MB:.0f}.\n")
+          f"{cache['counted'] / MB:.0f} MB, measured {cache['measured'] / MB:.0f}.\n")
 
-    off = max(abs(row[part] - row["counted"][part]) for row in rows.values() for part in PARTS)
-    print(f"No count is off by more than {off / MB:.1f} MB.")
+    totals = [[sum(x[p] for p in PARTS) for x in (row, row["counted"])] for row in rows.values()]
+    off = max(abs(measured / counted - 1) for measured, counted in totals)
+    print(f"The counts of each step add up to what was measured, within {off:.1%}.")
     for old, new in pairwise(rows):
         change = {key: rows[new][key] - rows[old][key] for key in (*PARTS, "peak")}
         most = min(PARTS, key=change.get)
         times = rows[new]["seconds"] / rows[old]["seconds"]
         print(f"{new + ':':12} peak {change['peak'] / MB:+.0f} MB, most of it {most} "
               f"({change[most] / MB:+.0f}), in {times:.2f} times the time.")
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    resident *= 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
     print(f"The system saw at most {resident / MB:.0f} MB in this process, programs included.\n")
     draw(NAME, {"title": "a step", "x": "CPU seconds", "y": "MB in tensors", "curves": {
         name: row.pop("curve") for name, row in rows.items()}})
-    report(NAME, seed, rows=rows, kv_cache={"counted": counted, "measured": measured},
-           resident=resident, off=off)
-
-
-def print_row(name, kind, row, rest=""):
-    """Print the parts of a step in MB."""
-    widths = (8, 10, 10, 7, 7)
-    cells = (f"{row[part] / MB:{width}.0f}" for part, width in zip(PARTS, widths))
-    print(f"{name:11.11}{kind:>9} " + "".join(cells) + rest, flush=True)
+    report(NAME, seed, rows=rows, kv_cache=cache, resident=resident, off=off)
 
 
 if __name__ == "__main__":
