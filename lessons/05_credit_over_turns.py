@@ -140,7 +140,7 @@ def teach(play, choices, credit, steps, seed):
     curve = []
     for _ in range(steps):
         chances = logits.detach().sigmoid()
-        curve.append(chances.mean().item())
+        curve.append(round(chances.mean().item(), 4))
         actions, rewards = zip(*(play(chances.tolist(), rng) for _ in range(GROUP)))
         advantages = torch.tensor([turns[:choices] for turns in credit(rewards)])
         signs = 2.0 * torch.tensor(actions) - 1  # log pi = log sigmoid(x) if taken, else of -x
@@ -160,11 +160,11 @@ def main(steps=STEPS, seed=0):
     print(f"\n3. Two games, {steps} steps of {GROUP} episodes. In the first, each of {CHAIN} turns "
           "is right\n   or wrong and paid at once. In the second one may look three times and "
           "then\n   be right, or guess and be right half of the time: looking is better.\n\n"
-          "credit    chance of a right turn: at half time  steps to 0.9   chance to look: end")
+          "credit    chance of a right turn, half time  steps to 0.9  chance to look, end")
     for name in CREDITS:
         chain, look = (curves[game][name] for game in games)
         reached = next((step for step, p in enumerate(chain, 1) if p >= 0.9), "never")
-        print(f"{name:10}{chain[steps // 2]:37.2f}{reached:>14}{look[-1]:22.2f}")
+        print(f"{name:10}{chain[steps // 2]:34.2f}{reached:>14}{look[-1]:21.2f}")
     fell = [name for name in CREDITS if curves["paid at the end"][name][-1] < 0.5]
     print(f"\n   Learned to guess although looking is better: {', '.join(fell) or 'none'}.\n")
     draw(NAME, *({"title": game, "x": "step", "y": label, "curves": {

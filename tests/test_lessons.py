@@ -9,6 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import bandit
+import grpo
 import pytest
 from safetensors.torch import load_file
 
@@ -18,6 +19,8 @@ LESSONS = sorted(FOLDER.glob("[0-9]*.py"))
 SHARED = {"picture", "start"}
 ALGORITHMS = {"dpo", "grpo", "reward_weighted", "sft"}
 # What makes a lesson small; a lesson has some of these names.
+SMALL_SHAPE = {"vocab_size": 1000, "hidden_size": 96, "intermediate_size": 256,
+               "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
 TOY = {"ENV": bandit.ENV, "TASKS": 2, "GROUP": 2, "HELD_OUT": 2, "NOISE_TASKS": 2, "UPDATES": 2}
 
 
@@ -42,8 +45,8 @@ def toy(monkeypatch, tmp_path, schooled):
     monkeypatch.setattr(start, "FOLDER", tmp_path)
     monkeypatch.setattr(start, "start_model", lambda: schooled)
 
-    def run(path, **options):
-        lesson(path, **TOY).main(**options)
+    def run(path, constants={}, **options):
+        lesson(path, **TOY | constants).main(**options)
         return tmp_path
     return run
 
@@ -62,11 +65,11 @@ def test_what_lessons_share_is_short():
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_lesson_stands_on_core_alone(path):
-    """It imports no layer, no algorithm, no other lesson, and has no class."""
+    """It imports no layer, no algorithm, no other lesson, and has no class of settings: only 08_memory.py, whose measuring torch wants as a class."""
     tree = ast.parse(path.read_text())
     names = set()
     for node in ast.walk(tree):
-        assert not isinstance(node, ast.ClassDef)
+        assert not isinstance(node, ast.ClassDef) or node.name == "LiveBytes"
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         if isinstance(node, ast.ImportFrom):
@@ -94,6 +97,89 @@ def test_a_lesson_runs_at_toy_size(name, toy, capsys):
     assert result["command"] == f"python lessons/{name}.py --seed 1" and result["steps"] == 1
     assert max(map(len, shown[:-2])) <= 80  # then come the picture's place and the JSON
     assert (folder / f"{name}.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("name, constants, options", [
+    ("05_credit_over_turns", {}, {"steps": 2}),
+    ("06_reward_hacking", {}, {"steps": 1}),
+    ("07_dpo", {"TASKS": 8, "GROUP": 4, "HELD_OUT_PAIRS": 2, "HELD_OUT_TASKS": 2, "BATCH": 2}, {"steps": 1}),
+    ("08_memory", {"SHAPE": SMALL_SHAPE, "TOKENS": 32, "ROWS": 2, "PROMPT": 5, "NEW": 3}, {}),
+])
+def test_one_of_the_other_lessons_runs_at_toy_size(name, constants, options, toy, capsys):
+    folder = toy(FOLDER / f"{name}.py", constants, seed=1, **options)
+    shown = capsys.readouterr().out.splitlines()
+    result = json.loads(shown[-1])
+    assert result["command"] == f"python lessons/{name}.py --seed 1" and options.items() <= result.items()
+    assert max(map(len, shown[:-2])) <= 80
+    assert (folder / f"{name}.svg").read_text().startswith("<?xml")
+    if name == "08_memory":
+        assert result["off"] < 0.05  # of a step's bytes
+        kept = [row["layers"] + row["logits"] for row in result["rows"].values()]
+        assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
+
+
+def test_the_credits_of_lesson_5_are_those_of_grpo(monkeypatch):
+    """On random groups; and the price of a turn that its page tells."""
+    import random
+
+    import torch
+    from agent import Trajectory
+    monkeypatch.syspath_prepend(FOLDER)
+    credits, rng = lesson(FOLDER / "05_credit_over_turns.py").CREDITS, random.Random(0)
+    for _ in range(20):
+        group = [[rng.choice([0.0, 1.0, 2.5]) for _ in range(rng.randint(1, 4))] for _ in range(5)]
+        episodes = [Trajectory(rewards=rewards, group_id="g") for rewards in group]
+        for name, credit in credits.items():
+            assert torch.tensor(sum(credit(group), [])).tolist() == pytest.approx(grpo.CREDITS[name](episodes).tolist(), abs=1e-5)
+    group = [[0.0] * k + [right] for right in (1.0, 0.0) for k in range(4)]
+    assert [turns[0] for turns in credits["process"](group)[:4]] == pytest.approx([1.95, 1.46, 0.97, 0.49], abs=0.01)
+
+
+def test_the_rewards_of_lesson_6_by_hand(monkeypatch):
+    """Eight calls in a circle are paid better than the solution, unless progress alone is paid."""
+    from agent import Trajectory
+    from envs.equations import Equations
+    monkeypatch.syspath_prepend(FOLDER)
+    rewards = lesson(FOLDER / "06_reward_hacking.py").REWARDS
+
+    def play(*calls):
+        env = Equations()
+        env.reset("3x + 7 = 16")
+        messages = [{"role": "tool", "name": name, "content": getattr(env, name)(terms)} for name, terms in calls]
+        return Trajectory(messages=messages, reward=env.get_reward(), info={"success": env._check()})
+
+    straight = play(("subtract_terms", "7"), ("divide_terms", "3"), ("state_answer", "3"))
+    circle = play(*[("add_terms", "2"), ("subtract_terms", "2")] * 4)
+    refused = play(("divide_terms", "0"), ("state_answer", "4"))
+    assert [rewards["gamed"](t) for t in (straight, circle, refused)] == [15, 40, 0]
+    assert [rewards["mended"](t) for t in (straight, circle, refused)] == [9, 0, 0]
+
+
+def test_the_loss_of_lesson_7_is_that_of_dpo(monkeypatch):
+    import dpo
+    import torch
+    monkeypatch.syspath_prepend(FOLDER)
+    pair_loss = lesson(FOLDER / "07_dpo.py").pair_loss
+    generator = torch.Generator().manual_seed(0)
+    logprobs, mask = -torch.rand(6, 5, generator=generator), (torch.rand(6, 5, generator=generator) > 0.4).long()
+    mask[:, 1] = 1
+    references, sums = -torch.rand(6, generator=generator), (logprobs * mask).sum(1)
+    for sft_coef in (0.0, 1.0):
+        loss, margin = pair_loss(*sums.chunk(2), *references.chunk(2), mask.sum(1)[:3], sft_coef)
+        theirs, metrics = dpo.pair_loss(logprobs, references, mask, dpo.Counts(3, int(mask[:3].sum())),
+                                        {"sigmoid": (1.0, dpo.LOSSES["sigmoid"])}, beta=0.1, length_norm=False, sft_coef=sft_coef)
+        assert torch.allclose(loss.mean(), theirs) and 0.1 * margin.mean().item() == pytest.approx(metrics["margin"].item(), rel=1e-5)
+
+
+def test_the_two_heads_of_lesson_8_give_the_same_logprobs(monkeypatch):
+    import torch
+    from core.logprobs import token_logprobs
+    monkeypatch.syspath_prepend(FOLDER)
+    memory = lesson(FOLDER / "08_memory.py", SHAPE=SMALL_SHAPE)
+    model = memory.make_model(0)
+    token_ids = torch.randint(SMALL_SHAPE["vocab_size"], (2, 9))
+    mask = (torch.arange(9) >= 4).long().expand(2, 9)
+    assert torch.allclose(memory.all_logits(model, token_ids, mask), token_logprobs(model, token_ids, mask)[0], atol=1e-5)
 
 
 def test_the_estimators_of_lesson_4_are_what_it_says(monkeypatch):
