@@ -3,7 +3,7 @@
     python bench/beside.py --model_path .real/smollm2      about 25 minutes on 2 cores that nothing else uses
 
 Torch's OpenMP threads wait for each other by spinning, and a neighbour that takes the core of one lets the others
-spin. `experiment/__init__.py` sets GOMP_SPINCOUNT before torch is loaded. Measured is an update of 8 x 256 tokens
+spin. `core/__init__.py` sets GOMP_SPINCOUNT before torch is loaded. Measured is an update of 8 x 256 tokens
 (forward and backward through merged weights, and AdamW) in processes of each setting that take turns, alone and beside
 a loop that keeps one core busy: the median of the updates after the first. Then `python grpo.py` with fewer steps,
 alone and beside. A setting that does not end within LIMIT seconds is written as above it. Writes
@@ -40,7 +40,7 @@ def updates(model_path, count, dtype):
     from lora import merged_to_train
     model, _ = load_model(model_path, lora_r=16, dtype=dtype)
     optimizer = adamw(model, lr=1e-5, weight_decay=0.0)
-    ids = torch.randint(1000, 40000, (8, 256), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(min(40000, model.config.vocab_size), (8, 256), generator=torch.Generator().manual_seed(0))
     for _ in range(count):
         began = time.perf_counter()
         with merged_to_train(model):

@@ -19,18 +19,19 @@ sys.path.insert(0, ROOT)
 from bench.learning import RESULTS, write_json  # noqa: E402
 
 SEEDS = 0, 1, 2
+ROWS, SFT_STEPS, TRACED_TASKS, EVAL_TASKS = 3000, 800, 128, 1000
 
 
 def course(out: str, seed: int) -> list[str]:
-    """The five commands of bench/README.md, in folder `out`."""
+    """Return the five commands of the course, in folder `out`."""
     csv, sft, traces, dpo = (os.path.join(out, name) for name in ("meetings.csv", "sft", "traces.jsonl", "dpo"))
-    return [f"bench/meetings.py --rows 3000 --output {csv} --seed {seed}",
-            f"sft.py --env meetings --tasks {csv} --expert_noise 0.1 --batch_size 16 --max_steps 800 "
+    return [f"bench/meetings.py --rows {ROWS} --output {csv} --seed {seed}",
+            f"sft.py --env meetings --tasks {csv} --expert_noise 0.1 --batch_size 16 --max_steps {SFT_STEPS} "
             f"--eval_tasks 0 --output_dir {sft} --seed {seed} --overwrite",
-            f"agent.py --model_path {sft} --env meetings --tasks {csv} --num_tasks 128 --group_size 8 "
+            f"agent.py --model_path {sft} --env meetings --tasks {csv} --num_tasks {TRACED_TASKS} --group_size 8 "
             f"--output {traces} --seed {seed}",
             f"dpo.py --model_path {sft} --trajectories {traces} --env meetings --learning_rate 1e-3 --num_epochs 2 "
-            f"--eval_tasks 1000 --output_dir {dpo} --seed {seed} --overwrite",
+            f"--eval_tasks {EVAL_TASKS} --output_dir {dpo} --seed {seed} --overwrite",
             f"bench/comparison.py {sft} {traces} {dpo} --output {os.path.join(out, 'report.md')}"]
 
 
@@ -52,20 +53,21 @@ def run(out: str, seed: int) -> dict:
             "calls_2_to_5": sum(2 <= n <= 5 for n in calls) / len(calls), "calls": sum(calls) / len(calls)}
 
 
-def main(out):
+def main(argv=None):
     from bench.meetings import TOOLS, accuracy
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", default=os.path.join(ROOT, "runs", "course"))
+    out = parser.parse_args(argv).out
     with ThreadPoolExecutor(2) as pool:
         rows = dict(zip((f"seed {seed}" for seed in SEEDS), pool.map(lambda seed: run(out, seed), SEEDS)))
     result = {"command": "python bench/course.py", "date": datetime.date.today().isoformat(), "rows": rows,
-              "commands": course("OUT", 0), "bayes_ceiling": accuracy(TOOLS), "eval_tasks": 1000,
+              "commands": course("OUT", 0), "bayes_ceiling": accuracy(TOOLS), "eval_tasks": EVAL_TASKS,
               "machine": f"{os.cpu_count()} cores, no GPU"}
     os.makedirs(RESULTS, exist_ok=True)
-    shutil.copy(os.path.join(out, "seed0", "report.md"), os.path.join(RESULTS, "course_seed0.md"))
+    shutil.copy(os.path.join(out, f"seed{SEEDS[0]}", "report.md"), os.path.join(RESULTS, "course_seed0.md"))
     write_json(RESULTS / "course.json", result)
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", default=os.path.join(ROOT, "runs", "course"))
-    main(parser.parse_args().out)
+    main()

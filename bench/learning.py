@@ -141,6 +141,8 @@ def settings_of(name, **called_with) -> dict:
         name: the file. called_with: arguments of the script that differ from its defaults.
     """
     stem = Path(name).stem
+    if stem.startswith("lesson_"):
+        return importlib.import_module("bench.lessons").settings(stem.removeprefix("lesson_"))
     script, usual = SCRIPTS.get(stem, (stem, {}))
     path = Path(__file__).with_name(f"{script}.py")
     if path.exists() and "\ndef settings(" in path.read_text():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.learning import fingerprint  # noqa: E402
+from bench.learning import RESULTS, fingerprint  # noqa: E402
 
 
 def file_of(number) -> Path:
@@ -55,7 +55,7 @@ def main():
         number, _, _ = path.stem.partition("_")
         if args.numbers and number not in args.numbers:
             continue
-        target = ROOT / "bench" / "results" / f"lesson_{number}.json"
+        target = RESULTS / f"lesson_{number}.json"
         before = json.loads(target.read_text()) if target.exists() else {}
         today = fingerprint(settings(number))
         rows = before["runs"] if before.get("settings") == today else []

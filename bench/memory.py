@@ -45,6 +45,7 @@ ALLOCATOR, CONTEXT = {"stream": 1.67}, 820  # MiB on the card = tensors x ALLOCA
 OURS = 500  # of the context: what this program takes while it asks how much is free
 CARDS = 4, 8, 16, 24  # GiB
 SEQUENCES = 1, 2, 4, 8  # in one forward pass
+PICTURE = ROOT / "docs" / "memory.svg"
 RESULT = 100  # tokens of a tool result, too long to go through decode steps (gsm8k's are short)
 
 
@@ -73,7 +74,7 @@ def settings() -> dict:
     return {**constants("memory"), "settings": list(SETTINGS)}
 
 
-def print_models(path=RESULTS / "memory.json", picture=ROOT / "docs" / "memory.svg"):
+def print_models(path=RESULTS / "memory.json"):
     """Print the tables of docs/memory.md and write them; a call that was stopped continues with the next number."""
     before = json.loads(path.read_text()) if path.exists() else {}
     today = fingerprint(settings())
@@ -88,7 +89,7 @@ def print_models(path=RESULTS / "memory.json", picture=ROOT / "docs" / "memory.s
                 path.write_text(json.dumps({**about, "mib": table}, indent=1) + "\n")
     fits = {str(card): {name: fitting(row, card * 1024) for name, row in table.items()} for card in CARDS}
     path.write_text(json.dumps({**about, "mib": table, "first_that_fits": fits}, indent=1) + "\n")
-    draw(table, picture)
+    draw(table, PICTURE)
     print(f"{'MiB':14}" + "".join(f"{memory:>12}" for memory in SETTINGS))
     for name, row in table.items():
         print(f"{name:14}" + "".join(f"{mib[0]:12,.0f}" for mib in row.values()))

@@ -12,7 +12,7 @@ when it began (on a GPU: torch's peak).
 `exponent` is the slope of log(seconds or MiB) against log(size) over the three largest sizes: 1 is linear, below is
 better, for work that does not grow is in it too. What may go over 1 is attention, whose work per token is its context.
 So every point is measured a second time with nothing in attention's place (its output is the queries): seconds of the
-rest. Writes bench/results/scale.png and scale.json; the last line is that JSON, in it `linear_or_better`: is every
+rest. Writes bench/results/scale.svg and scale.json; the last line is that JSON, in it `linear_or_better`: is every
 exponent at most 1 + TOLERANCE, of seconds that of the rest?
 """
 import argparse
@@ -33,6 +33,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import RESULTS, write_json  # noqa: E402
+from bench.pictures import COLORS, figure, save  # noqa: E402
 BASE = {"group_size": 4, "turns": 3, "tool_tokens": 32, "prompt_tokens": 64}
 SIZES = {"group_size": [2, 4, 8, 16], "turns": [1, 2, 4, 8, 16], "tool_tokens": [16, 32, 64, 128, 256],
          "prompt_tokens": [32, 64, 128, 256, 512]}
@@ -140,21 +141,18 @@ def exponent(sizes, values) -> float:
     return sum(a * b for a, b in zip(x, y)) / sum(a * a for a in x)
 
 
-def picture(curves, path):
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    figure, axes = plt.subplots(len(MEASURES), len(curves), figsize=(12, 11), squeeze=False)
+def draw(curves, path):
+    """Draw every measure against every number that is varied. A line below the dotted one grows slower than linearly."""
+    picture, panels = figure(len(MEASURES), len(curves), width=2.6 * len(curves), height=2.2 * len(MEASURES), squeeze=False)
     for column, (name, curve) in enumerate(curves.items()):
         for row, (measure_name, label) in enumerate(MEASURES.items()):
-            axis, values = axes[row][column], [p[measure_name] for p in curve["points"]]
-            axis.plot(curve["sizes"], values, "o-")
-            axis.plot([0, curve["sizes"][-1]], [0, values[-1]], ":", color="gray")  # above it: sublinear
-            axis.set_ylim(0), axis.set_xlim(0), axis.grid(alpha=0.3)
-            axis.set_title(f"exponent {curve['exponents'][measure_name]:.2f}", fontsize=9)
-            axis.set_xlabel(name.replace("_", " ")), axis.set_ylabel(label if column == 0 else "")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+            panel, values = panels[row][column], [point[measure_name] for point in curve["points"]]
+            panel.plot(curve["sizes"], values, "o-")
+            panel.plot([0, curve["sizes"][-1]], [0, values[-1]], ":", color=COLORS["grey"])
+            panel.set_ylim(0), panel.set_xlim(0)
+            panel.set_title(f"exponent {curve['exponents'][measure_name]:.2f}", fontsize=9)
+            panel.set_xlabel(name.replace("_", " ")), panel.set_ylabel(label if column == 0 else "")
+    save(picture, path)
 
 
 def main():
@@ -195,7 +193,7 @@ def main():
               "date": datetime.date.today().isoformat(),
               "command": "python bench/scale.py " + " ".join(sys.argv[1:])}
     os.makedirs(args.results, exist_ok=True)
-    picture(curves, os.path.join(args.results, "scale.png"))
+    draw(curves, os.path.join(args.results, "scale.svg"))
     write_json(path, result, args)
     print(json.dumps(result))
 

@@ -1,0 +1,253 @@
+"""Every script of bench/ starts, at toy size, and ends with the JSON that it should write.
+
+vs_trl.py, gpu.py, sampler.py, learn_vs_trl.py, tricks.py, staleness.py, reward_hacking.py, comparison.py and meetings.py are
+started by the files that are named after them. `test_every_script_is_started` knows all of them.
+"""
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import programs
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+ELSEWHERE = {
+    "comparison": "tests/bench/test_comparison.py", "gpu": "tests/bench/test_bench_gpu.py", "gpu_parts": "tests/bench/test_bench_gpu.py",
+    "learn_vs_trl": "tests/bench/test_bench_learning.py", "meetings": "tests/envs/test_meetings.py", "pages": "tests/bench/test_pages.py",
+    "reward_hacking": "tests/bench/test_bench_learning.py", "sampler": "tests/bench/test_bench_gpu.py",
+    "staleness": "tests/bench/test_bench_learning.py", "tricks": "tests/bench/test_bench_learning.py",
+    "vs_trl": "tests/bench/test_bench_vs_trl.py"}
+LIBRARIES = {"budget", "completions", "learning", "pictures"}
+SHORT = "--tasks_per_step 2 --group_size 2 --eval_tasks 2 --max_samples 8 --max_new_tokens 8 --max_turns 2".split()
+
+
+@pytest.fixture
+def results(tmp_path):
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def problems(tmp_path):
+    """A folder with rows of GSM8K's form."""
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows = [{"question": f"{split}: what is {i} and 2?", "answer": f"{i} + 2 = <<{i}+2={i + 2}>>{i + 2}.\n#### {i + 2}"} for i in range(24)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def start(script, *words, results, status=0, **constants):
+    """Run a script to its end, perhaps with other constants. Returns what it printed and the JSON of its last line."""
+    driver, path = results.parent / f"{script}_driver.py", ROOT / "bench" / f"{script}.py"
+    lines = ["import runpy, sys", "from pathlib import PosixPath", f"sys.path[:0] = [{str(ROOT)!r}, {str(path.parent)!r}]", f"sys.argv[0] = {str(path)!r}"]
+    if constants:
+        lines += [f"import bench.{script} as module", *(f"module.{name} = {value!r}" for name, value in constants.items()), "module.main()"]
+    else:
+        lines += [f"runpy.run_path({str(path)!r}, run_name='__main__')"]
+    driver.write_text("\n".join(lines) + "\n")
+    done = programs.run(driver, *words, BENCH_RESULTS=str(results), HF_HUB_OFFLINE="1")
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout, json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def written(results, name):
+    """Return a JSON that a script wrote, whose settings have a hash."""
+    data = json.loads((results / f"{name}.json").read_text())
+    assert re.fullmatch(r"[0-9a-f]{10}", data["settings"])
+    return data
+
+
+def test_every_script_is_started():
+    scripts = {path.stem for path in (ROOT / "bench").glob("*.py")} - LIBRARIES
+    here = set(re.findall(r'start\("(\w+)"', Path(__file__).read_text())) | {"shuffled_rewards"}
+    assert scripts == here | ELSEWHERE.keys() and not here & ELSEWHERE.keys()
+    for script, path in ELSEWHERE.items():
+        assert re.search(rf"\b{script}\b", (ROOT / path).read_text())
+
+
+@pytest.mark.slow
+def test_first_command_and_its_controls(tiny, results, tmp_path):
+    """Shuffled rewards, a learning rate of 0 and SFT alone, too; a second call runs nothing again."""
+    out = tmp_path / "out"
+    shutil.copytree(tiny, out / "seed0" / "base")
+    words = ["--seeds", "0", "--controls", "--out", out, "--results", results, "--", "--model_path", tiny, *SHORT[:6], "--max_steps", "2"]
+    begin = words.index("--")
+    short = words[begin:] + ["--max_samples", "20"]
+    printed, result = start("first_command", *words[:begin], *short, results=results)
+    run, controls = result["runs"][0], result["controls"]["seed 0"]
+    assert run["seed"] == 0 and len(run["success"]) == 2 and run["seconds"] > 0 and run["success_before"] == 0
+    assert set(controls) == {"shuffled rewards", "learning rate 0", "SFT alone"} and controls["SFT alone"]["steps"] >= 1
+    assert written(results, "first_command")["runs"] == result["runs"] and "<svg" in (results / "first_command.svg").read_text()
+    rows = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
+    start("first_command", *words[:begin], *short, results=results)
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*.json")} == rows
+
+
+def test_shuffled_rewards_are_the_same_rewards_of_other_episodes():
+    from types import SimpleNamespace
+    from bench import shuffled_rewards
+    episodes = [SimpleNamespace(rewards=[0.0, float(i)], reward=float(i)) for i in range(8)]
+    shuffled_rewards.shuffled(episodes, SimpleNamespace(reward_bias=1.0, reward_scaling=2.0))
+    rewards = [t.reward for t in episodes]
+    assert sorted(rewards) == [2.0 * (i - 1) for i in range(8)] != rewards
+    assert all(t.rewards == [0.0, t.reward] for t in episodes)
+
+
+@pytest.mark.slow
+def test_adapter_rounding(tiny, results, problems):
+    pytest.importorskip("peft")
+    start("adapter_rounding", "--model_path", tiny, "--dataset", problems / "train.jsonl", "--steps", "1", "2", "--rows", "2", "--tokens", "8",
+          results=results)
+    assert len(written(results, "adapter_rounding")["by_step"]) == 3
+
+
+@pytest.mark.slow
+def test_lessons(results):
+    """One lesson as it is: it runs in less than three minutes, and its JSON has the settings that a page asks for."""
+    from bench.learning import fingerprint, settings_of
+    _, result = start("lessons", "01", "--seeds", "0", results=results)
+    data = written(results, "lesson_01")
+    assert data["runs"] == [result] and data["settings"] == fingerprint(settings_of("lesson_01.json"))
+
+
+@pytest.mark.slow
+def test_merging(tiny, results, problems):
+    _, result = start("merging", "--model_path", tiny, "--dataset", problems / "train.jsonl", "--steps", "2", "--rows", "2", "--tokens", "8",
+                      results=results)
+    assert result == written(results, "merging") and result["float32"]["merge_kept"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_beside(tiny, results):
+    start("beside", "--model_path", tiny, "--dtype", "float32", "--updates", "2", "--rounds", "1", "--settings", "one thread", results=results,
+          COMMAND=["grpo.py", "--model_path", tiny, "--max_steps", "1", *SHORT])
+    assert written(results, "beside")["seconds_of_an_update"]["one thread"][0]["alone"] > 0
+
+
+@pytest.mark.slow
+def test_core_alone(results):
+    _, result = start("core_alone", "--rounds", "1", "--steps", "2", "--output", results / "core_alone.json", results=results)
+    assert set(result["median"]) == {"tiny, core alone", "tiny, with extras"} and written(results, "core_alone")
+
+
+@pytest.mark.slow
+def test_course(results, tmp_path):
+    """All five commands, one seed."""
+    start("course", tmp_path / "out", results=results, SEEDS=(0,), ROWS=200, SFT_STEPS=60, TRACED_TASKS=8, EVAL_TASKS=4)
+    assert written(results, "course")["rows"]["seed 0"]["episodes"] == 64 and (results / "course_seed0.md").exists()
+
+
+@pytest.mark.slow
+def test_decode_families(results):
+    start("decode_families", "--families", "llama", "--rounds", "1", "--results", results, results=results)
+    assert written(results, "decode_families")["ratios"]["llama"]["wall"] > 0
+
+
+@pytest.mark.slow
+def test_environments(results, tmp_path):
+    short = " ".join(SHORT)
+    runs = {"equations": ("tiny", [0, 1], 2, ["--env equations --max_steps 1 --max_samples 8 --batch_size 4"], f"--env equations --max_steps 1 {short}")}
+    start("environments", "--only", "equations", "--out", tmp_path / "out", results=results, RUNS=runs)
+    assert written(results, "environments")["runs"]["equations"]["summary"]["success"]["gain"]["n"] == 2
+
+
+@pytest.mark.slow
+def test_faults_and_their_inputs(results):
+    start("faults", "--sections", "bits,tasks", "--every", "40", "--quick", results=results)
+    _, result = start("fault_inputs", "--sections", "pairs", "--every", "40", results=results)
+    assert result["pairs"]["tried"] and not result["pairs"]["failed"]
+
+
+@pytest.mark.slow
+def test_kills(results):
+    _, result = start("kills", "2", "sft", results=results)
+    assert result["kills"] == 2 and result["unreadable"] == 0
+
+
+@pytest.mark.slow
+def test_four_lessons(results, tmp_path):
+    lessons = {"SFT, a perfect expert": "sft.py --max_samples 16 --max_steps 2 --batch_size 4 --eval_tasks 2",
+               "reward-weighted": f"reward_weighted.py --max_steps 1 {' '.join(SHORT)}",
+               "DPO": "dpo.py --num_tasks 4 --max_steps 1 --eval_tasks 2 --group_size 4",
+               "GRPO, 90 updates": f"grpo.py --max_steps 1 {' '.join(SHORT)}"}
+    start("four_lessons", "--only", "equations", "--out", tmp_path / "out", results=results, SEEDS=(0,), EPISODES=16, LESSONS=lessons,
+          START={"equations": "--expert_noise 0.6 --max_samples 60 --max_steps 30 --batch_size 8"}, GRPO={"equations": {}})
+    assert len(written(results, "four_lessons")["rows"]["equations"]["DPO"]) == 1 and "<svg" in (results / "four_lessons.svg").read_text()
+
+
+@pytest.mark.slow
+def test_gsm8k(tiny, results, problems, tmp_path):
+    start("gsm8k", "--model_path", tiny, "--data", problems, "--out", tmp_path / "out", "--seeds", "0", "--sft_steps", "1", "--scan", "0",
+          "--grpo_steps", "1", "--group_size", "2", "--tasks_per_step", "2", "--problems", "2", "--samples", "2", results=results,
+          LENGTHS=["--max_new_tokens", "8", "--max_tokens", "768"])
+    data = written(results, "gsm8k")
+    assert data["held_out"]["grpo_0"]["problems"] == 2 and (results / "gsm8k_talk_sft.txt").exists()
+
+
+@pytest.mark.slow
+def test_layers(results):
+    _, result = start("layers", "--tasks", "1", "--group", "2", "--new_tokens", "8", "--rounds", "1", "--only", "all on", "all off", results=results)
+    assert set(result["settings"]) == {"all on", "all off"}
+
+
+@pytest.mark.slow
+def test_learning_rates(tiny, results, tmp_path):
+    start("learning_rates", "--model_path", tiny, "--rates", "1e-4", "--seeds", "0", "--steps", "1", "--out", tmp_path / "out", results=results)
+    assert written(results, "learning_rates")["rows"]["1e-4"]["success_after"]["n"] == 1
+
+
+@pytest.mark.slow
+def test_memory(results, tmp_path):
+    """The second call finds all numbers, and counts none again."""
+    toy = {"MODELS": {"Qwen2.5-toy": (64, 2, 4, 2, 128, 1000, True)}, "TOKENS": 1024, "PICTURE": tmp_path / "memory.svg"}
+    start("memory", results=results, **toy)
+    start("memory", results=results, **toy, step_mib=None)
+    data = written(results, "memory")
+    assert all(len(counted) == 4 for counted in data["mib"]["Qwen2.5-toy"].values()) and "<svg" in (tmp_path / "memory.svg").read_text()
+    assert data["first_that_fits"]["4"] == {"Qwen2.5-toy": "plain, 8"}
+
+
+@pytest.mark.slow
+def test_profile_step(tiny, results):
+    start("profile_step", "--model_path", tiny, "--prompts", "1", "--tokens", "4", results=results)
+    assert written(results, "profile_step")["groups"]["update"]
+
+
+@pytest.mark.slow
+def test_real_model(tiny, results, problems, tmp_path):
+    start("real_model", "--model_path", tiny, "--gsm8k", problems / "train.jsonl", "--out", tmp_path / "out", "--sft_steps", "1", "--grpo_steps", "2",
+          "--gsm8k_steps", "1", results=results)
+    assert len(written(results, "real_model")["rows"]["grpo"]["curves"]["success"]) == 2 and (results / "real_model.svg").exists()
+
+
+@pytest.mark.slow
+def test_rollout(results):
+    start("rollout", "--cases", "1x2x4", "--rounds", "1", "--results", results, results=results)
+    assert written(results, "rollout")["tiny"]["cases"]["1x2x4"]
+
+
+@pytest.mark.slow
+def test_scale(results):
+    start("scale", "--points", "2", "--repeats", "1", "--vary", "group_size", "--results", results, results=results)
+    assert written(results, "scale")["curves"]["group_size"] and (results / "scale.svg").exists()
+
+
+@pytest.mark.slow
+def test_serving(tiny, results):
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    _, result = start("serving", "--model_path", tiny, "--clients", "1,2", "--tokens", "4", "--prompt", "8", "--rounds", "1", results=results)
+    assert result["clients"]["2"]["server_over_engine"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root, and ip")
+def test_two_machines(results):
+    start("two_machines", "--cases", "finishes", results=results)
+    assert written(results, "two_machines")["cases"]["finishes"]["steps_done"] == 3
