@@ -250,6 +250,72 @@ def merging(data):
                     f"{data[way]['merge_kept']:.3f}"] for way, words in ways.items()))
 
 
+@block("lesson_05.json")
+def lesson_05(data):
+    """Wrong signs of each credit, and what it teaches, all seeds in a cell."""
+    rows = [["credit", "useful turns with A < 0, seeds 0, 1, 2", "useless ones with A > 0",
+             "first game: steps to 0.9", "second game: chance to look, at the end"]]
+    for name in data["runs"][0]["judged"]:
+        judged = [run["judged"][name] for run in data["runs"]]
+        chain, look = ([run["curves"][game][name] for run in data["runs"]]
+                       for game in data["runs"][0]["curves"])
+        steps = (next((i for i, p in enumerate(curve, 1) if p >= 0.9), "never") for curve in chain)
+        rows.append([name, ", ".join(f"{row['blamed']:.0%}" for row in judged),
+                     ", ".join(f"{row['praised']:.0%}" for row in judged),
+                     ", ".join(map(str, steps)),
+                     ", ".join(f"{curve[-1]:.2f}" for curve in look)])
+    return table(*rows)
+
+
+@block("lesson_06.json")
+def lesson_06(data):
+    """Reward, success and turns, first and last quarter of each run, all seeds in a cell."""
+    rows = [["reward", "paid, seeds 0, 1, 2", "success of these episodes", "turns",
+             "success on held-out equations"]]
+    for name in data["runs"][0]["runs"]:
+        cells = []
+        for key in ("reward", "success", "turns"):
+            form = ".1f" if key == "reward" else ".2f"
+            ends = []
+            for run in data["runs"]:
+                values = [row[key] for row in run["runs"][name]]
+                quarter = max(1, len(values) // 4)
+                first, last = (sum(part) / quarter for part in (values[:quarter], values[-quarter:]))
+                ends.append(f"{first:{form}} to {last:{form}}")
+            cells.append(", ".join(ends))
+        held_out = (f"{run['before'][name]:.2f} to {run['after'][name]:.2f}" for run in data["runs"])
+        rows.append([name, *cells, ", ".join(held_out)])
+    return table(*rows)
+
+
+@block("lesson_07.json")
+def lesson_07(data):
+    """Accuracy, change of both likelihoods and success after each run, all seeds in a cell."""
+    rows = [["loss", "accuracy of held-out pairs, seeds 0, 1, 2", "log pi(chosen)",
+             "log pi(rejected)", "success before", "after"]]
+    for name in data["runs"][0]["runs"]:
+        last = [run["runs"][name][-1] for run in data["runs"]]
+        rows.append([name, ", ".join(f"{row['accuracy']:.2f}" for row in last),
+                     *(", ".join(f"{row[side]:+.1f}" for row in last)
+                       for side in ("chosen", "rejected")),
+                     ", ".join(f"{run['before']:.2f}" for run in data["runs"]),
+                     ", ".join(f"{run['after'][name]:.2f}" for run in data["runs"])])
+    return table(*rows)
+
+
+@block("lesson_08.json")
+def lesson_08(data):
+    """MB of each part of a step, counted / measured, and its CPU time, all seeds in a cell."""
+    parts = list(data["runs"][0]["rows"]["all weights"]["counted"])
+    rows = [["MB, counted / measured", *parts, "peak", "CPU seconds"]]
+    for name, row in data["runs"][0]["rows"].items():
+        seconds = [run["rows"][name]["seconds"] for run in data["runs"]]
+        rows.append([name, *(f"{row['counted'][part] / 1e6:,.0f} / {row[part] / 1e6:,.0f}"
+                             for part in parts),
+                     f"{row['peak'] / 1e6:,.0f}", ", ".join(f"{s:.0f}" for s in seconds)])
+    return table(*rows)
+
+
 @block()
 def metrics():
     """Every number that a run writes: a table for each place of extras/show/metrics.json."""
