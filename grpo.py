@@ -149,6 +149,7 @@ class Counts(NamedTuple):
     sequences: int  # those without a sampled token count too
     tokens: int  # sum of the masks
     max_tokens: int  # the longest episode allowed, a constant
+    trained: int = 0  # of these tokens, those in the update, if some episodes are left out
 
 
 def masked(x, mask):
@@ -169,8 +170,7 @@ def weighted(advantages, trainer_logprobs, sampled_logprobs, mask, cap):
                                   "importance_capped": (sampled >= cap).float().mean().item()}
 
 
-# A normalizer takes the tokens' losses (B, T), the mask (B, T) and the step's `Counts`, and returns
-# the micro-batch's part of the step's loss, a scalar.
+# A normalizer: losses of tokens (b, T), mask (b, T), `Counts` -> their part of the step's loss.
 def sequence_mean(x, mask, counts):
     """Mean over each sequence's tokens, then over sequences."""
     return (masked(x, mask).sum(1) / mask.sum(1).clamp(min=1)).sum() / counts.sequences
@@ -211,8 +211,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, kind, old_logprobs=None):
 
 
 # A surrogate takes log_ratio = log(policy / old), logprobs and advantages, all 0 where the mask is
-# 0, the mask, (B, T) each, and the clip range. It returns the tokens' losses (B, T) and a dict to
-# log, of tensors that broadcast to (B, T). It sees a micro-batch; `train` has the whole step.
+# 0, the mask, (b, T) each, and the clip range. It returns the tokens' losses (b, T), which have no
+# gradient where the advantage is 0, and a dict to log, of tensors that broadcast to (b, T).
 def clipped(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, delta=None):
     """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, arXiv 1707.06347 eq. 7.
 
@@ -292,8 +292,8 @@ DEFAULT_STEPS = 36
 
 
 # ----------------------------------------------------------------------------------------- config
-# The fields that all algorithms share stand in core/config.py. An `auto` field that the user leaves
-# open is None until `settle` fills it, from the paper, TINY or the environment, or as stated here.
+# Fields that all algorithms share are in core/config.py. An `auto` field is None until `settle`
+# fills it, from the paper, TINY or the environment, or as stated here.
 @dataclass(kw_only=True)
 class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     heading = "GRPO"
@@ -338,8 +338,8 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
     The KL shares the normalizer, and the entropy is a mean over tokens for every loss. All tensors
-    are (b, T); without kl_coef ref_logprobs is None. Returns the loss, and metrics that add up over
-    the micro-batches. approx_kl is KL(old || policy), and gap is |logprobs - sampled_logprobs|.
+    are (b, T); without kl_coef ref_logprobs is None. Returns the loss, and metrics that add up to
+    means over the tokens in the update: approx_kl is KL(old || policy), gap |logprobs - sampled|.
     """
     surrogate, normalizer = LOSSES[config.loss]
     log_ratio = masked(logprobs - old_logprobs, mask)
@@ -357,21 +357,24 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
                "entropy": entropy, "advantage_abs": advantages.abs()}
     if sampled_logprobs is not None:
         to_log["gap"] = (logprobs - sampled_logprobs).abs()
-    metrics = {name: token_mean(x.detach().to(logprobs.dtype), mask, counts)
+    trained = counts._replace(tokens=counts.trained or counts.tokens)
+    metrics = {name: token_mean(x.detach().to(logprobs.dtype), mask, trained)
                for name, x in to_log.items()}
     return loss, {**metrics, "loss": loss.detach()}
 
 
-def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, config, run):
-    """Return old_logprobs and ref_logprobs (B, T). Without a KL penalty the second is None."""
+def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, advantages, config, run):
+    """Return old_logprobs, ref_logprobs (None without KL) and corrected advantages: (B, T) each."""
     old_logprobs, ref_logprobs = sampled_logprobs, None
-    if config.importance_correction:
+    if cap := config.importance_correction:
         with merged_to_train(model):
             old_logprobs = score(model, token_ids, mask, config.temperature, run)
+        advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap)
+        run.log(**shares)
     if config.kl_coef:
         with reference(model, start_policy):
             ref_logprobs = score(model, token_ids, mask, config.temperature, run)
-    return old_logprobs, ref_logprobs
+    return old_logprobs, ref_logprobs, advantages
 
 
 def train(config: Config) -> dict:
@@ -403,22 +406,21 @@ def train(config: Config) -> dict:
             run.log_episodes(episodes)
             batch = pass_order(episodes, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
-
             # 2. Advantages (B, T): a sampled token gets that of its episode, or of its turn.
             advantages = token_advantages(batch, mask, config.credit, scale=config.scale_rewards)
-            old_logprobs, ref_logprobs = score_policies(
-                model, start_policy, token_ids, mask, sampled_logprobs, config, run)  # (B, T) each
-            if cap := config.importance_correction:
-                advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap)
-                run.log(**shares)
-            counts = Counts(len(batch), int(mask.sum()), config.max_tokens)
+            old_logprobs, ref_logprobs, advantages = score_policies(
+                model, start_policy, token_ids, mask, sampled_logprobs, advantages, config, run)
+            rest = config.kl_coef or config.entropy_coef  # without, advantages of 0 teach nothing
+            taught = [i for i, a in enumerate(advantages) if rest or a.any()]  # n <= B episodes
+            counts = Counts(len(batch), int(mask.sum()), config.max_tokens, int(mask[taught].sum()))
             run.record(batch, advantages=advantages, old=old_logprobs, ref=ref_logprobs)
             # 3. Update, in micro-batches, through merged weights: they round as the sampler's did.
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's
                 with merged_to_train(model):
-                    for rows in run.micro_batches(len(batch), step, update):
+                    for rows in run.micro_batches(len(taught), step, update):
+                        rows = taught[rows]  # b of the n
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each
                         loss, numbers = total_loss(
@@ -427,7 +429,7 @@ def train(config: Config) -> dict:
                             advantages[rows], mask[rows], sampled_logprobs[rows])
                         logprobs.retain_grad()  # what multiplies each token's grad log pi
                         loss.backward()
-                        run.record(batch[rows], new=logprobs, entropy=entropy)
+                        run.record([batch[i] for i in rows], new=logprobs, entropy=entropy)
                         metrics.append(numbers)
                         del logprobs, entropy, loss  # free the graph: the next one needs room
                 totals = run.ranks.all_reduce(model, metrics)
@@ -437,7 +439,7 @@ def train(config: Config) -> dict:
                 elif grad_norm:  # of 0, Adam would still repeat its last steps
                     optimizer.step()
                 optimizer.zero_grad()
-                if update == 0:  # ratio 1 and gap 0, but for rounding, dropout and old episodes
+                if update == 0 and totals:  # ratio 1, gap 0 but for rounding, dropout, old episodes
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["gap"])
             run.log(**totals, **group_shares(batch, advantages), grad_norm=grad_norm)
             run.end_step(step)

@@ -8,6 +8,7 @@ of `new`, as `weight`:
 Each text is `packed`: a float32 for every sampled token, in the order of `token_ids`; of several
 updates there are the first and the last. `weight` is d loss / d logprob: what multiplied grad log
 pi of the token. Without `old`, the denominator of the ratio is the `logprobs` of the sampler.
+Without `new`, no update has forwarded the episode: its advantages and weights are 0.
 `line` counts the step's lines in trajectories.jsonl. Where a step has none (sft.py, dpo.py), two
 episodes stand here whole. The lines are JSON because logs are: a resumed run cuts them, and a
 large one thins them.
@@ -87,6 +88,7 @@ class Recording(core.run.Run):
         lines = self.lines_of_step(step)
         # All ranks have to be here, and only one writes.
         self.token_lines = [line for share in self.ranks.gather(lines) for line in share]
+        self.token_lines += self.lines_left_out(step)
         self.token_lines.sort(key=lambda line: line.get("line", 0))
         super().end_step(step)
         self.recorded, self.written = {}, []
@@ -103,6 +105,20 @@ class Recording(core.run.Run):
             if id(t) in number:
                 place = {"line": number[id(t)]}
             lines.append({"step": step} | place | texts_of(t, columns))
+        return lines
+
+    def lines_left_out(self, step) -> list[dict]:
+        """Return the lines of what the step has written and no rank has trained: of weight 0."""
+        # An update that was skipped, or none, has recorded nothing.
+        if not (self.recorded and self.config.record):
+            return []
+        trained = {line["line"] for line in self.token_lines if "line" in line}
+        lines = []
+        for number, t in enumerate(self.written):
+            if number not in trained:
+                zeros = torch.zeros(len(t.loss_mask))
+                columns = {**self.recorded[id(t)][1], "advantages": [zeros], "weight": [zeros]}
+                lines.append({"step": step, "line": number} | texts_of(t, columns))
         return lines
 
     def write_line(self, step, metrics, timing):

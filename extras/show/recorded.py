@@ -106,7 +106,7 @@ class Reader:
     def clipped(self, values):
         """Return 1 for each token whose gradient the clip range of --loss stops; None without."""
         loss = self.flags.get("loss")
-        if "advantages" not in values or loss not in CLIPPED:
+        if not {"advantages", "new"} <= values.keys() or loss not in CLIPPED:
             return None
         log_ratio = values["new"] - values["old"]
         if loss in ("gspo", "luspo") and len(log_ratio):
