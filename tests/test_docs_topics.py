@@ -77,3 +77,21 @@ def test_every_name_of_the_map_exists():
     for module, names in ((agent, "Trajectory evaluate rollout Episode"), (core, "save_model token_logprobs"), (layers, "load_model"),
                           (lora, "Adapter"), (core.engine, "EngineProtocol")):
         assert all(hasattr(module, name) for name in names.split())
+
+
+# ------------------------------------------------------------------------------------------------ docs/running.md
+def test_the_exit_statuses():
+    from core.config import EnvironmentFault, UserError, main
+    page = (ROOT / "docs" / "running.md").read_text()
+    told = dict(re.findall(r"^\| (\d|128 \+ n) \| (.+) \|$", page, re.M))
+    assert sorted(told) == ["0", "1", "128 + n", "2", "3", "4", "5", "6"]
+    assert UserError.code == 2 and EnvironmentFault.code == 6 and "environment" in told["6"]
+    # What core says of the statuses that layers add, in its docstring.
+    layers = dict(re.findall(r"(\d) \((.+?)\)", " ".join(main.__doc__.split("Layers")[1].split())))
+    assert {code: words.split()[-1] for code, words in layers.items()} == {code: told[code].split()[-1] for code in "345"} | {"5": "gone"}
+
+
+def test_every_evaluated_figure_is_there():
+    """No page is left with a word that stands for a figure."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert not re.search(r"\b(TODO|TIMES|MEMTIME|XXX)\b", re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.S)), page.name

@@ -373,3 +373,8 @@ def test_the_pages_environment_is_imitated_and_then_trained_on(guess_number, tin
     assert result["steps"] == 1 and result["held_out_tasks"] == 1
     rows = [json.loads(line) for line in (tmp_path / "grpo" / "trajectories.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and all(row["info"]["env"] == guess_number for row in rows)
+    page = ROOT / "docs" / "running.md"
+    if page.exists() and (ROOT / "extras" / "show").is_dir():
+        told = set(re.findall(r"^\| `([\w.]+)[`/]", page.read_text(), re.M))
+        written = {path.name for path in (tmp_path / "grpo").iterdir() if not path.name.startswith(".")}
+        assert written <= told and written >= {"config.yaml", "metrics.jsonl", "tokens.jsonl", "report.html"}
