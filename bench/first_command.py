@@ -1,15 +1,18 @@
 """Does `python grpo.py` learn, and do its controls not?
 
     python bench/first_command.py               seeds 0 to 4, about 16 minutes on 2 idle cores
-    python bench/first_command.py --controls    and three controls of each seed, about 8 minutes more a seed
+    python bench/first_command.py --controls    and three controls of each seed, 8 minutes a seed
 
-Each seed is `python grpo.py --seed S`, start to finish, alone on the machine, timed from outside. A seed that
-is done is not run again: a call that was stopped continues with the next one. Three controls start from that run's own
-taught model: GRPO with the step's rewards dealt out at random, GRPO with learning rate 0, and SFT alone on the start's
-own demonstrations, for as many steps as fit into the time that GRPO took, at two learning rates of which the better one
-is reported. Controls run two at a time with one thread each, so their seconds say nothing.
+Each seed is `python grpo.py --seed S`, start to finish, alone on the machine, timed from outside. A
+seed that is done is not run again: a call that was stopped continues with the next one.
 
-Writes bench/results/first_command.json, whose rows hold the curves, and first_command.svg. The last line is JSON.
+Three controls start from the taught model of the seed's run: GRPO with the step's rewards dealt out
+at random, GRPO with learning rate 0, and SFT alone on the start's own demonstrations. SFT takes as
+many steps as fit into the time that GRPO took, at two learning rates, and the better one counts.
+Controls run two at a time with one thread each, so their seconds say nothing.
+
+Writes bench/results/first_command.json, which holds the curves, and first_command.svg. The last
+line is JSON.
 """
 import argparse
 import json
@@ -74,7 +77,8 @@ def sft_alone(folder, base, seed, seconds, words) -> dict:
     rows = {}
     for rate in ("3e-4", "1e-3"):
         trained = f"{folder}_{rate}"
-        run("sft.py", trained, *taught, *words, "--max_steps", steps, "--learning_rate", rate, **one)
+        run("sft.py", trained, *taught, *words, "--max_steps", steps, "--learning_rate", rate,
+            **one)
         # sft.py lets an episode have six turns. The exam is grpo.py's, with no step of training.
         rows[rate] = run("grpo.py", f"{trained}_exam", "--model_path", trained, "--seed", seed,
                          *words, "--max_steps", 0, **one)

@@ -75,7 +75,7 @@ class Clock:
                 "cpu_seconds": round(time.process_time() - self.cpu, 1)}
 
 
-# ---------------------------------------------------------------- the settings that a figure depends on
+# --------------------------------------------------------- the settings that a figure depends on
 # These flags say where a run stands and what is shown of it, not what it computes.
 PLACES = {"output_dir", "overwrite", "resume", "seed", "save_every", "eval_every", "record",
           "show_every", "report_to", "unsafe_code"}
@@ -84,7 +84,8 @@ NOT_SETTINGS = {"seeds", "seed", "rounds", "repeats", "only", "shapes", "parts",
                 "cases", "families", "clients", "runs", "kills", "every", "points"}
 # Of a JSON that is not named like its script: that script, and what it was called with.
 SCRIPTS = {"real_model_h200": ("real_model", {"grpo_steps": 40}), "gpu_h200": ("gpu", {}),
-           "gpu_h100_80gb_hbm3": ("gpu", {}), "kills_sft": ("kills", {}), "kills_grpo": ("kills", {})}
+           "gpu_h100_80gb_hbm3": ("gpu", {}), "kills_sft": ("kills", {}),
+           "kills_grpo": ("kills", {})}
 
 
 def flags(program, **changes) -> dict:
@@ -162,9 +163,10 @@ UNITS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd", "bf1
 
 
 def processor() -> dict:
-    """Return the processor's name, its cores, and the units for vectors and matrices that it has."""
+    """Return the processor's name, its cores, and its units for vectors and matrices."""
     path = Path("/proc/cpuinfo")
-    facts = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", path.read_text(), re.M)) if path.exists() else {}
+    text = path.read_text() if path.exists() else ""
+    facts = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", text, re.M))
     has = (facts.get("flags") or facts.get("Features") or "").split()
     return {"cpu": facts.get("model name") or platform.processor() or platform.machine(),
             "cores": os.cpu_count(), "units": [unit for unit in UNITS if unit in has]}

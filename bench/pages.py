@@ -12,12 +12,13 @@ A figure inside a sentence stands between two comments, too, which no reader see
     <!-- = first_command.json runs seconds median /60 :.0f -->3<!-- /= --> minutes
 
 After the file come keys and indices. A key of a list of dicts is taken of each of them, and `*` of
-a dict is the list of its dicts, or of its values if it holds none. Then come `min`, `max`, `mean`, `median`, `sum` or `count`, a factor
-(`x100`, `/60`), and a format. Such a figure begins no line: GitHub would take the line for HTML.
+a dict is the list of its dicts, or of its values if it holds none. Then come `min`, `max`, `mean`,
+`median`, `sum` or `count`, a factor (`x100`, `/60`), and a format. Such a figure begins no line:
+GitHub would take the line for HTML.
 
 A JSON that a page quotes holds "settings", a hash of what its figures depend on (`settings_of` in
-learning.py). The check fails where today's code has others. `--stamp FILE` writes today's hash into a JSON: for a
-setting that was renamed, or for figures that were read to be of today's settings.
+learning.py). The check fails where today's code has others. `--stamp FILE` writes today's hash into
+a JSON: for a setting that was renamed, or for figures that were read to be of today's settings.
 """
 import argparse
 import importlib
@@ -104,10 +105,11 @@ def front_page(first, speed, real, gsm8k) -> list[list[str]]:
 @block(*IN_FRONT)
 def results(first, *others):
     """README's table: one figure a row."""
-    rows = [f"equations solved, of 200 held out: the tiny model, mean of {len(first['runs'])} seeds",
+    seeds = len(first["runs"])
+    rows = [f"equations solved, of 200 held out: the tiny model, mean of {seeds} seeds",
             "the time it takes on two cores",
-            "times faster a GRPO step of SmolLM2-135M is than with TRL 1.16 + PEFT, on cores that multiply faster "
-            "in bfloat16 than in float32",
+            "times faster a GRPO step of SmolLM2-135M is than with TRL 1.16 + PEFT, on cores that "
+            "multiply faster in bfloat16 than in float32",
             "the same on cores that multiply slower in bfloat16", "its memory, as a share of TRL's",
             "equations solved by SmolLM2-135M: 40 steps on an H200, mean of 3 seeds",
             "GSM8K solved by SmolLM2-135M, of 400 held out: 40 steps after SFT, two seeds",
@@ -163,8 +165,8 @@ def environments(data):
                 before, after = [exam["before"]], [exam["after"]]
                 gain = f"{after[0] - before[0]:+.2f}"
             label = f"`{env}`" if env == together else f"`{env}` of `{together}`"
-            rows.append([label, model, f"{steps} steps", machine, *(", ".join(f"{x:.2f}" for x in values)
-                                                        for values in (before, after)), gain])
+            successes = [", ".join(f"{x:.2f}" for x in values) for values in (before, after)]
+            rows.append([label, model, f"{steps} steps", machine, *successes, gain])
     return table(*rows)
 
 
@@ -187,7 +189,7 @@ def vs_trl(data):
 
 @block("reward_hacking.json")
 def reward_hacking(data):
-    """The first and the last step of each run with a reward that can be gamed, and with one that cannot."""
+    """The first and the last step of runs with a reward that can be gamed, and one that cannot."""
     from bench.reward_hacking import table as lines
     return lines(data["rows"]).splitlines()
 
@@ -281,10 +283,12 @@ def lesson_06(data):
             for run in data["runs"]:
                 values = [row[key] for row in run["runs"][name]]
                 quarter = max(1, len(values) // 4)
-                first, last = (sum(part) / quarter for part in (values[:quarter], values[-quarter:]))
+                ends = values[:quarter], values[-quarter:]
+                first, last = (sum(part) / quarter for part in ends)
                 ends.append(f"{first:{form}} to {last:{form}}")
             cells.append(", ".join(ends))
-        held_out = (f"{run['before'][name]:.2f} to {run['after'][name]:.2f}" for run in data["runs"])
+        held_out = (f"{run['before'][name]:.2f} to {run['after'][name]:.2f}"
+                    for run in data["runs"])
         rows.append([name, *cells, ", ".join(held_out)])
     return table(*rows)
 
@@ -361,7 +365,8 @@ def value(words: str) -> str:
     found = load(name)
     for word in words:
         if word == "*":
-            found = [item for item in found.values() if isinstance(item, dict)] or list(found.values())
+            values = list(found.values())
+            found = [item for item in values if isinstance(item, dict)] or values
         elif isinstance(found, dict):
             found = found[word]
         elif word.startswith(":"):
@@ -386,7 +391,7 @@ def pages() -> list[Path]:
 
 
 def rewrite(text: str) -> tuple[str, list[str], set[str]]:
-    """Return a page's text as the results have it, what is wrong with it, and the files it quotes."""
+    """Return a page's text as the results have it, what was wrong, and the files that it quotes."""
     problems, quoted = [], set()
 
     def lines_of(match):

@@ -9,8 +9,9 @@ def figure(rows=1, columns=1, width=7.0, height=3.2, **options):
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     grey = COLORS["grey"]
-    style = {"text.color": grey, "axes.labelcolor": grey, "axes.edgecolor": grey, "xtick.color": grey,
-             "ytick.color": grey, "axes.titlecolor": grey, "legend.labelcolor": grey,
+    style = {"text.color": grey, "axes.labelcolor": grey, "axes.edgecolor": grey,
+             "xtick.color": grey, "ytick.color": grey, "axes.titlecolor": grey,
+             "legend.labelcolor": grey,
              "grid.color": grey, "grid.alpha": 0.25, "axes.grid": True, "axes.spines.top": False,
              "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "bench",
              "font.family": ["DejaVu Sans"],
