@@ -283,8 +283,8 @@ def lesson_06(data):
             for run in data["runs"]:
                 values = [row[key] for row in run["runs"][name]]
                 quarter = max(1, len(values) // 4)
-                ends = values[:quarter], values[-quarter:]
-                first, last = (sum(part) / quarter for part in ends)
+                parts = values[:quarter], values[-quarter:]
+                first, last = (sum(part) / quarter for part in parts)
                 ends.append(f"{first:{form}} to {last:{form}}")
             cells.append(", ".join(ends))
         held_out = (f"{run['before'][name]:.2f} to {run['after'][name]:.2f}"
