@@ -274,9 +274,11 @@ def test_links_resolve(page):
 
 def test_the_index_names_every_page():
     index = ROOT / "docs" / "README.md"
-    linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", index.read_text())) if index.exists() else set()
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in PAGES if ROOT / "docs" in path.parents} - {"README.md"}
-    assert pages <= linked
+    linked = re.findall(r"\]\(([\w./-]+)\)", index.read_text())
+    for path in PAGES:
+        if ROOT / "docs" in path.parents and path != index:
+            name = path.relative_to(ROOT / "docs").as_posix()  # lessons/ stands for the pages in it
+            assert name in linked or f"{path.parent.name}/" in linked, name
 
 
 # ------------------------------------------------------------------------------------------ how long a page is
@@ -317,6 +319,8 @@ def test_the_templates_expert_knows_only_what_the_tool_said():
 # ------------------------------------------------------------------------------ the environment that the pages show
 OWN = {}  # the text of my_env.py -> the first page that shows it
 for page in PAGES:
+    if page.name == "README.zh.md":  # it is README's, with other comments
+        continue
     for text in re.findall(r"```python\n(# my_env.py\n.*?)```", page.read_text(), re.S):
         OWN.setdefault(text, page.name)
 
@@ -359,7 +363,9 @@ def test_the_pages_environment_passes_the_check(guess_number):
     assert len(verdicts) > 10 and set(verdicts.values()) <= ({"pass"} if whole else {"pass", "-"}), verdicts
 
 
-def test_the_pages_environment_is_imitated_and_then_trained_on(guess_number, tiny, tmp_path):
+def test_the_pages_environment_is_imitated_and_then_trained_on(guess_number, request, tiny, tmp_path):
+    if "README.md" in request.node.name and len(OWN) > 1:
+        pytest.skip("the other page's is: a run of each takes long")
     small = {"eval_tasks": 1, "max_steps": 1, "max_new_tokens": 8, "env": guess_number}
     start = str(tiny)
     if hasattr(load(guess_number), "_expert"):
