@@ -333,6 +333,65 @@ def metrics():
     return lines
 
 
+@block("lesson_01.json")
+def lesson_01(data):
+    """What a baseline does to the gradient's variance and to learning, seed by seed."""
+    rows = [["seed", "variance left: the mean as baseline", "the group's mean",
+             "last reward: none", "the mean", "the group's mean"]]
+    for run in data["runs"]:
+        noise, final = run["noise"], run["final"]
+        left = [f"{noise[name][0] / noise['none'][0]:.2f}" for name in ("mean", "group")]
+        rows.append([run["seed"], *left, *(f"{final[name]:.2f}" for name in final)])
+    return table(*rows)
+
+
+@block("lesson_02.json")
+def lesson_02(data):
+    """Success on held-out equations before and after the lesson, and its silent groups."""
+    rows = [["seed", "before", "after", "silent groups, first half", "second half"]]
+    for run in data["runs"]:
+        half, groups = run["steps"] // 2, run["groups"]
+        silent = [row["silent"] for row in run["log"]]
+        shares = [sum(part) / len(part) / groups for part in (silent[:half], silent[half:])]
+        rows.append([run["seed"], f"{run['before']:.2f}", f"**{run['after']:.2f}**",
+                     *(f"{share:.0%}" for share in shares)])
+    return table(*rows)
+
+
+@block("lesson_03.json")
+def lesson_03(data):
+    """Success of the last third, largest ratio and last entropy, run by run, all seeds in a cell."""
+    rows = [["run", "success, seeds 0, 1, 2", "largest ratio", "entropy at the end"]]
+    for name in data["runs"][0]["final"]:
+        rows.append([name, ", ".join(f"{run['final'][name]:.2f}" for run in data["runs"]),
+                     ", ".join(f"{run['largest'][name]:.3g}" for run in data["runs"]),
+                     ", ".join(f"{run['runs'][name][-1]['entropy']:.2f}" for run in data["runs"])])
+    return table(*rows)
+
+
+@block("lesson_04.json")
+def lesson_04(data):
+    """Reward, success and KL of the last third, by kl_coef, all seeds in a cell."""
+    rows = [["`kl_coef`", "reward, seeds 0, 1, 2", "success", "KL, nats a token"]]
+    for kl_coef in data["runs"][0]["final"]:
+        rows.append([kl_coef, *(", ".join(f"{run['final'][kl_coef][key]:{form}}"
+                                          for run in data["runs"])
+                                for key, form in (("reward", ".2f"), ("success", ".2f"),
+                                                  ("kl", ".3f")))])
+    return table(*rows)
+
+
+@block("lesson_04.json")
+def lesson_04_estimators(data):
+    """Bias and noise of the estimators, as numbers and as gradients, of the first seed."""
+    rows = [["estimator", "bias", "noise", "gradient: size", "cosine with the KL's", "noise"]]
+    for name, row in data["runs"][0]["estimators"].items():
+        cosine = f"{row['cosine']:.3f}" if row["size"] > 1e-6 else "none"
+        rows.append([name, f"{row['bias']:+.4f}", f"{row['noise']:.3f}", f"{row['size']:.3f}",
+                     cosine, f"{row['gradient_noise']:.3f}"])
+    return table(*rows)
+
+
 # ---------------------------------------------------------------------------------------- pictures
 # A picture, the script that draws it, its JSON, and the part of the JSON that it shows.
 PICTURES = {

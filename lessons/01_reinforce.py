@@ -121,22 +121,22 @@ def main(steps=STEPS, seed=0):
     model, tokenizer = load_model(start_model(), lora_r=LORA_R, seed=seed)
     tasks = load_tasks(ENV, "train", 10_000, seed)
 
-    print("\n1. An episode. Only what stands between >>> and <<< was chosen by the policy, and has\n"
-          "   a gradient; the rest is the prompt and the tool's answers.\n")
+    print("\n1. An episode. Only what stands between >>> and <<< was chosen by the policy and\n"
+          "   has a gradient. The rest is the prompt and the tool's answers.\n")
     [episode, *_], _ = play(model, tokenizer, tasks[:1], seed, step=10_001)
     show_mask(tokenizer, episode)
     sampled, length = sum(episode.loss_mask), len(episode.token_ids)
     print(f"\n   {sampled} of its {length} tokens were sampled; its reward is {episode.reward:g}.")
 
-    print(f"\n2. The gradient of {NOISE_TASKS * GROUP} episodes of the same policy. Look at how much "
-          "of\n   the variance is left: a baseline changes nothing else.\n")
+    print(f"\n2. The gradient of {NOISE_TASKS * GROUP} episodes of the same policy. Look at how "
+          "much\n   of the variance is left: a baseline changes nothing else.\n")
     print("baseline    variance of one episode's    relative    norm of the mean")
     noise = gradient_noise(model, tokenizer, tasks[-NOISE_TASKS:], seed)
     for name, (variance, norm) in noise.items():
         share = variance / noise["none"][0]
         print(f"{name:8} {variance:25.4g} {share:15.2f} {norm:16.3g}")
 
-    print(f"\n3. Learning: the mean reward of {TASKS * GROUP} episodes a step, for each baseline.\n")
+    print(f"\n3. Learning: the mean reward of the {TASKS * GROUP} episodes of a step.\n")
     curves = {name: learn(baseline, tasks, steps, seed) for name, baseline in BASELINES.items()}
     print("steps    " + "".join(f"{name:>10}" for name in curves))
     quarter = max(1, steps // 4)

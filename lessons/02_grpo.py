@@ -114,8 +114,9 @@ def main(steps=STEPS, seed=0):
     exam = {"limits": Limits(**recommended(ENV)), "seed": seed, "engine": make_engine}
     before = evaluate(model, tokenizer, ENV, held_out, **exam)["success"]
 
-    print(f"\nA step is {TASKS} groups of {GROUP} episodes. Watch the success, and the silent groups, "
-          "whose\nrewards are all equal: they teach nothing. Ratios are of the second update.\n")
+    print(f"\nA step is {TASKS} groups of {GROUP} episodes. Watch the success, and the silent\n"
+          "groups, whose rewards are all equal: they teach nothing. The ratios are of the\n"
+          f"last of {UPDATES} updates on the same episodes.\n")
     print("step   reward  success  silent groups  |ratio - 1|  outside clip  grad norm")
     log = []
     for step, row in enumerate(train(model, tokenizer, tasks, steps, seed), 1):
@@ -128,16 +129,16 @@ def main(steps=STEPS, seed=0):
     after = evaluate(model, tokenizer, ENV, held_out, **exam)["success"]
     silent = sum(row["silent"] for row in log) / (steps * TASKS)
     verb = "rose" if after > before else "did not rise"
-    print(f"\nSuccess on {len(held_out)} equations that were never trained on {verb}: "
-          f"{before:.2f} before, {after:.2f} after.\n{silent:.0%} of the groups had eight equal "
-          f"rewards and cost their rollout for nothing.\n")
+    print(f"\nSuccess on {len(held_out)} equations that were never trained on {verb}:\n"
+          f"{before:.2f} before, {after:.2f} after. Of all groups {silent:.0%} were silent.\n")
     numbers = range(1, steps + 1)
     draw(NAME, {"title": "success", "x": "step", "y": "share of episodes", "curves": {
         "training": (numbers, [row["success"] for row in log]),
         "held out": ([1, steps], [before, after])}},
         {"title": "groups that teach nothing", "x": "step", "y": f"of {TASKS}", "curves": {
             "": (numbers, [row["silent"] for row in log])}})
-    report(NAME, seed, steps=steps, before=before, after=after, silent=silent, log=log)
+    report(NAME, seed, steps=steps, groups=TASKS, before=before, after=after, silent=silent,
+           log=log)
 
 
 if __name__ == "__main__":

@@ -125,8 +125,8 @@ def train(kl_coef, steps, seed):
 
 def main(steps=STEPS, seed=0):
     """Train three times, compare the estimators on the last policy, show what to look at."""
-    print(f"\n1. GRPO with kl_coef {COEFFICIENTS}. Watch the reward and the KL to the start, nats\n"
-          "   per sampled token.\n")
+    print(f"\n1. GRPO with kl_coef {COEFFICIENTS}. Watch the reward, and the KL to the start model\n"
+          "   in nats per sampled token.\n")
     print("kl_coef   steps     reward   success       KL   entropy")
     runs, kept, third = {}, {}, max(1, steps // 3)
     for kl_coef in COEFFICIENTS:
@@ -153,9 +153,9 @@ def main(steps=STEPS, seed=0):
               f"{cosine} {row['gradient_noise']:16.3f}")
     low, high = (final[kl_coef] for kl_coef in (COEFFICIENTS[0], COEFFICIENTS[-1]))
     print(f"\nWith kl_coef {COEFFICIENTS[-1]:g} the KL ended at {high['kl']:.3f} and the reward at "
-          f"{high['reward']:.2f}; without a penalty\nthey ended at {low['kl']:.3f} and "
-          f"{low['reward']:.2f}. The gradient of k1 was {table['k1']['size']:.1g} of the KL's, on "
-          f"average,\nand that of k3 {table['k3']['size']:.2f} of it.\n")
+          f"{high['reward']:.2f};\nwithout a penalty they ended at {low['kl']:.3f} and "
+          f"{low['reward']:.2f}. On average the gradient\nof k1 was {table['k1']['size']:.1g} times "
+          f"as long as that of the KL, and that of k3 {table['k3']['size']:.2f}.\n")
     numbers = range(1, steps + 1)
     panels = [{"title": title, "x": "step", "y": label, "curves": {
         f"kl_coef {kl_coef:g}": (numbers, [row[key] for row in rows])

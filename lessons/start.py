@@ -1,7 +1,7 @@
 """What every lesson starts from: a tiny model that was taught to call tools, and little else.
 
 Importing this file lets a lesson find the repository, so that `python lessons/02_grpo.py` works
-from any folder. The model is made once, in about a minute, and kept in runs/lessons/start.
+from any folder. The model is made once, in a minute or two, and kept in runs/lessons/start.
 """
 import json
 import platform
@@ -20,9 +20,11 @@ def start_model() -> str:
     A short SFT imitates a scripted expert most of whose actions are wrong: the model copies numbers
     and writes calls, and chooses poorly among them. With core alone, grpo.py makes the same one.
     """
+    from transformers.utils.logging import disable_progress_bar
+    disable_progress_bar()
     folder = FOLDER / "start"
     if not folder.exists():
-        print(f"making the start model in {folder}: about a minute, once", flush=True)
+        print(f"making the start model in {folder}: a minute or two, once", flush=True)
         make(folder)
     return str(folder)
 
@@ -36,8 +38,6 @@ def make(folder, seed=0):
     from envs.tasks import load_tasks
     from lora import load_model
     from schooling import demonstrate, imitate
-    from transformers.utils.logging import disable_progress_bar
-    disable_progress_bar()
     model, tokenizer = load_model("tiny", seed=seed)
     tasks = load_tasks("equations", "train", TINY_SFT["max_samples"], seed)
     for i, task in enumerate(tasks):
