@@ -28,7 +28,7 @@ NEXT = {
     "tool": (["assistant"], "after the last result")}
 
 
-def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
+def recorded_ids(chat, messages: list[dict], history=False) -> tuple[list[int], list[int]]:
     """Return the ids and the loss mask of a recorded conversation.
 
     The mask is 1 on an assistant message and its stop token unless the message says "loss": 0, and
@@ -40,6 +40,8 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
         messages: a list of objects with a role. The content is text or a list of text parts. Calls
             stand in `tool_calls`, in OpenAI's form or ours, or in the text. A tool message follows
             for each, or one with the results of all between Hermes's tags.
+        history: True for a conversation that is continued and not learned. Its turns are a model's,
+            which may be empty, call what is no tool, and hold a call that cannot be read, a text.
 
     Raises:
         ValueError: in one line, for what no rollout could have made.
@@ -57,7 +59,7 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
         role = message.get("role")
         try:
             _check_role(role, last, len(since) < len(calls))
-            thought, text, new_calls = _read_message(message, chat)
+            thought, text, new_calls = _read_message(message, chat, history)
             loss = _loss(message)
             if role == "tool":
                 result_id, call_id = message.get("tool_call_id"), call_ids[len(since)]
@@ -72,6 +74,8 @@ def recorded_ids(chat, messages: list[dict]) -> tuple[list[int], list[int]]:
                 since.append(_past_turn(chat, message, thought))
                 continue
             before = _ids_before_turn(chat, since, calls, ids)
+            if not history:
+                _check_learned(chat, thought, text, new_calls, loss)
             turn = _turn_ids(chat, thought, text, new_calls, loss)
         except ValueError as error:
             raise ValueError(f"message {i}: {error}") from None
@@ -163,10 +167,11 @@ def _loss(message):
     return int(is_assistant and not is_left_out)
 
 
-def _read_message(message, chat):
+def _read_message(message, chat, history):
     """Return the thought, the text and the calls of a message, calls in the text included.
 
-    The thought is that of a field. One that the text begins with stays there.
+    The thought is that of a field. One that the text begins with stays there. In a history, calls
+    that cannot be read stay in the text.
     """
     for name in message.keys() - LOSS_FIELDS:
         if message[name] is not None and not LOSS_WORDS.isdisjoint(name.lower().split("_")):
@@ -189,10 +194,21 @@ def _read_message(message, chat):
     is_answer = "</think>" in text and not _begins_with_thought(chat, thought, text)
     before = NO_THOUGHT if is_answer else ""
     content, calls, errors = parse_tool_calls(before + PYTHON_CALL.sub(_as_json, text), chat.tools)
+    if errors and history:
+        return thought, text, []
     if errors:
         problem = errors[0].removeprefix("error: ")
         raise ValueError(f"{problem}; a text that opens a tool call must hold a whole one")
     return thought, content.removeprefix(before).strip() if calls else text, calls
+
+
+def _check_learned(chat, thought, text, calls, loss):
+    """Raise ValueError for an assistant message that no model should imitate."""
+    for call in calls:
+        if chat.tools and call["name"] not in chat.tools:
+            raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tools)}")
+    if loss and not calls and not text.strip() and not thought:
+        raise ValueError("is empty: nothing to train on")
 
 
 def _thought(message):
@@ -256,11 +272,6 @@ def _turn_ids(chat, thought, text, calls, loss):
 
     Raises ValueError for what cannot be trained, or if the template hides a thought.
     """
-    for call in calls:
-        if chat.tools and call["name"] not in chat.tools:
-            raise ValueError(f"calls {call['name']!r}; tools are {', '.join(chat.tools)}")
-    if loss and not calls and not text.strip() and not thought:
-        raise ValueError("is empty: nothing to train on")
     if thought:
         written, answer = f"<think>\n{thought}\n</think>\n\n{text}", text.rstrip().lstrip("\n")
     else:

@@ -7,6 +7,8 @@
 Other threads put functions into its inbox, and they are called between two decode steps.
 """
 import queue
+import secrets
+import time
 from concurrent.futures import Future
 from functools import partial
 
@@ -26,6 +28,7 @@ class Choice(Row):
 
     Attributes:
         body: the request, which says how it is sampled.
+        name: of the answer, as no other's; `created` is when it was asked for.
         chat: the Chat that reads its tokens.
         weights: the adapter that plays it, one of the values of `Player.adapters`.
         stop_ids: the ids that end it, instead of the engine's.
@@ -36,6 +39,7 @@ class Choice(Row):
     def __init__(self, prompt, body, chat, weights, **options):
         super().__init__(prompt, group=tuple(prompt), **options)
         self.body, self.chat, self.weights = body, chat, weights
+        self.name, self.created = f"turn-{secrets.token_hex(8)}", int(time.time())
         self.stop_ids = set(body.stop_token_ids)
         if not body.ignore_eos:
             self.stop_ids.update(chat.end_ids)

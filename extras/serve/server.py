@@ -1,7 +1,8 @@
 """The HTTP side of the server: what clients may ask, the routes, and the answers.
 
 Bodies have OpenAI's parameters, those of vLLM that a sampler needs, and no others: one that would
-silently have no effect is refused.
+silently have no effect is refused. IGNORED are those that change nothing in an answer. The table of
+docs/serving.md says which is which.
 """
 import json
 import os
@@ -37,6 +38,9 @@ from extras.serve.settings import LOCAL
 PAUSE = 0.03  # seconds between two chunks of a stream
 # What of an unfinished answer is not streamed yet: it may belong to a call.
 CALL = re.compile(r"(?<!\s)\s*+(?:[<\[{].*)?\Z", re.DOTALL)
+# Parameters of OpenAI's that are for its own bookkeeping.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+           "prompt_cache_retention", "prompt_cache_options"}
 OPENING = 80  # characters, of a text that begins as a thought or a call of gpt-oss does
 
 Ids = Annotated[list[NonNegativeInt], Field(fail_fast=True)]
@@ -52,11 +56,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_nothing(cls, given):
-        """Drop what is null, and what we do not know where it is 0, false or empty."""
+        """Drop what is null or IGNORED, and what we do not know where it is 0, false or empty."""
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items()
-                if value or value is not None and name in cls.model_fields}
+        return {name: value for name, value in given.items() if name not in IGNORED
+                and (value or value is not None and name in cls.model_fields)}
 
 
 class Turn(Body):
@@ -96,12 +100,22 @@ class Tool(BaseModel):
     function: Function
 
 
+class PlainText(Body):
+    type: Literal["text"]
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
 class ChatCompletion(Turn):
     messages: list[dict]
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
+    parallel_tool_calls: bool = True
+    response_format: PlainText | None = None
     stream: bool = False
-    stream_options: dict = {}
+    stream_options: StreamOptions = StreamOptions()
 
 
 class Problem(Turn):
@@ -206,6 +220,9 @@ class Server:
                     yield event(choice, {"delta": {**delta, "content": new}})
             # Clients take a call for whole when the next chunk comes.
             yield event(choice, {"delta": {}, "finish_reason": reason})
+            if choice.body.stream_options.include_usage:
+                # Clients add up what the chunks of a stream say.
+                yield event(choice, None, {"usage": usage(choice)})
             yield "data: [DONE]\n\n"
         finally:
             # If the client has left, the turn ends with its next token.
@@ -232,9 +249,10 @@ class Server:
                 "stop_reason": t.stop_reason, "transcript": t.messages}
 
     def models(self):
-        return {"data": [{"id": name, "max_model_len": self.config.max_tokens,
-                          "parent": None if name == "base" else "base"}
-                         for name in list(self.player.adapters)]}
+        return {"object": "list", "data": [
+            {"id": name, "object": "model", "max_model_len": self.config.max_tokens,
+             "parent": None if name == "base" else "base"}
+            for name in list(self.player.adapters)]}
 
     async def adapter(self, verb: Literal["load", "unload"], body: Adapter):
         if verb == "load":
@@ -257,8 +275,24 @@ def prompt_of(chat, messages):
         if message.get("role") == "developer":
             message["role"] = "system"
     # The ids of a turn that is added are taken away again.
-    ids, _ = recorded_ids(chat, [*messages, {"role": "assistant", "content": "."}])
+    turns = [*in_order_of_calls(messages), {"role": "assistant", "content": "."}]
+    ids, _ = recorded_ids(chat, turns, history=True)
     return ids[:-len(chat.turn(".", []))]
+
+
+def in_order_of_calls(messages):
+    """Return the messages, the results of a turn in the order of its calls, as in an episode."""
+    keys, turn, ids = [], 0, []
+    for i, message in enumerate(messages):
+        if message.get("role") == "tool":
+            call_id = message.get("tool_call_id")
+            keys.append((turn, 1 + ids.index(call_id) if call_id in ids else 1 + len(ids)))
+        else:
+            calls = message.get("tool_calls")
+            calls = calls if isinstance(calls, list) else []
+            turn, ids = i, [call.get("id") for call in calls if isinstance(call, dict)]
+            keys.append((turn, 0))
+    return [messages[i] for i in sorted(range(len(messages)), key=keys.__getitem__)]
 
 
 def opening_of(chat, tool_choice):
@@ -303,7 +337,7 @@ def message_of(choice):
     message = {"role": "assistant", "content": said}
     if thought.strip():
         message["reasoning_content"] = thought.strip()
-    if chat.shows_one_call:
+    if chat.shows_one_call or not choice.body.parallel_tool_calls:
         calls = calls[:1]
     if calls:
         reason = "tool_calls"
@@ -315,23 +349,41 @@ def message_of(choice):
     return message, reason
 
 
-def answer(kind, choice, shown):
-    """Return an answer of OpenAI's API with one choice."""
+def answer(kind, choice, shown, more=None):
+    """Return an answer of OpenAI's API with one choice, or with none and what `more` holds."""
+    choices = [{"index": 0, **shown}] if shown else []
+    return {"id": choice.name, "object": kind, "created": choice.created,
+            "model": choice.body.model, "choices": choices, **(more or {"usage": usage(choice)})}
+
+
+def usage(choice):
     asked, sampled = len(choice.group), len(choice.turn)
-    return {"id": str(id(choice)), "object": kind, "model": choice.body.model,
-            "choices": [{"index": 0, **shown}],
-            "usage": {"prompt_tokens": asked, "completion_tokens": sampled,
-                      "total_tokens": asked + sampled}}
+    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
-def event(choice, shown):
-    return f"data: {json.dumps(answer('chat.completion.chunk', choice, shown))}\n\n"
+def event(choice, shown, more={"usage": None}):
+    chunk = answer("chat.completion.chunk", choice, shown, more)
+    return f"data: {json.dumps(chunk)}\n\n"
 
 
 async def refuse(request, error):
     """Answer an exception as OpenAI's API does."""
-    says = getattr(error, "detail", None) or str(error)
-    return JSONResponse({"error": {"message": says}}, getattr(error, "status_code", 400))
+    says, name = getattr(error, "detail", None) or str(error), None
+    if isinstance(error, RequestValidationError):
+        says, name = fault_of(error)
+    body = {"message": says, "type": "invalid_request_error", "param": name, "code": None}
+    return JSONResponse({"error": body}, getattr(error, "status_code", 400))
+
+
+def fault_of(error):
+    """Return what is wrong with a body, in one line, and the name of its parameter or None."""
+    first = error.errors()[0]
+    # ("body", "temperature", "literal[0]") of a union, ("body", 7) of what is no JSON.
+    name = next((place for place in first["loc"][1:] if isinstance(place, str)), None)
+    says = first["msg"]
+    if first["type"] == "extra_forbidden":
+        says = "this server does not obey it; leave it out"
+    return f"{name or 'body'}: {says}", name
 
 
 def run(config, model, tokenizer, begin, make_engine):

@@ -177,7 +177,11 @@ def test_streamed_text_is_the_text(client):
     options = {"model": "base", "messages": HELLO, "max_tokens": 300, "seed": 3}
     whole = client.chat.completions.create(**options)
     chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
-    assert chunks[-1].usage == whole.usage
+    # Clients add up the usage of all chunks.
+    assert [chunk.usage for chunk in chunks if chunk.usage] == [whole.usage] == [chunk.usage for chunk in chunks if not chunk.choices]
+    assert not any(chunk.usage for chunk in client.chat.completions.create(**options, stream=True))
+    assert len({chunk.id for chunk in chunks}) == 1 and chunks[0].id != whole.id and chunks[0].created >= whole.created > 1e9
+    chunks = chunks[:-1]
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
     assert "".join(pieces) == whole.choices[0].message.content and len(pieces) > 2
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == [whole.choices[0].finish_reason]
@@ -341,7 +345,7 @@ def test_a_thought_is_a_field_of_its_own_and_the_stream_says_the_same(served, cl
 
 def said_of(chat, text, reason="stop"):
     """The message of a turn with this text, and why it ended."""
-    return served_by.message_of(SimpleNamespace(chat=chat, read=lambda: (text, reason)))
+    return served_by.message_of(SimpleNamespace(chat=chat, read=lambda: (text, reason), body=SimpleNamespace(parallel_tool_calls=True)))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "gemma4_v5", "nemotron_3_nano", "muse_glimmer"])
@@ -372,7 +376,7 @@ def streamed(chat, turn, rng):
     end, sent = 0, ""
     while end < len(turn):
         end = min(end + rng.choice([1, 1, 2, 9]), len(turn))
-        row = player.Choice([5], SimpleNamespace(stop=[], stop_token_ids=[], ignore_eos=False, model_dump=lambda **_: {}), chat, None)
+        row = player.Choice([5], SimpleNamespace(stop=[], stop_token_ids=[], ignore_eos=False, parallel_tool_calls=True, model_dump=lambda **_: {}), chat, None)
         row.turn, row.state = turn[:end], "ended" if end == len(turn) else "decode"
         content = served_by.message_of(row)[0]["content"]
         assert content.startswith(sent), "a character is taken back"
@@ -489,7 +493,7 @@ def told(*ids):
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"n": 2}, "'n'"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "context"),
+    ({"n": 2}, "'n: Input should be 1'"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "context"),
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context"), ({"messages": []}, "need system or user"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "message 0"), ({"messages": "hello"}, "messages"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "message"), ({"messages": [{"role": "robot"}]}, "message 0"),
@@ -500,8 +504,8 @@ def told(*ids):
     ({"temperature": -1}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-9}, "temperature"),
     ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"),
     ({"stop": ""}, "stop"), ({"seed": "x"}, "seed"), ({"stream": "yes"}, "stream"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"5": 100}}, "not permitted"), ({"top_logprobs": 3}, "not permitted"), ({"bogus": 1}, "not permitted"),
-    ({"response_format": {"type": "json_object"}}, "not permitted"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {"5": 100}}, "logit_bias: this server does not obey it"), ({"top_logprobs": 3}, "top_logprobs: this"), ({"bogus": 1}, "bogus: this"),
+    ({"response_format": {"type": "json_object"}}, "response_format: Input should be 'text'"), ({"stream_options": {"include_obfuscation": True}}, "stream_options: this"), ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools"), ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "tools")])
 def test_what_cannot_be_answered_is_refused(served, change, says):
     body = {**CHAT, **change}

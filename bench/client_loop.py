@@ -1,0 +1,128 @@
+"""Does an agent stop in the loop of a client, which ends with a turn that calls no tool?
+
+    python grpo.py --output_dir runs/ends
+    python grpo.py --env bench/client_loop.py:Stops --output_dir runs/stops
+    python bench/client_loop.py runs/ends runs/stops
+
+Each run is served by `python agent.py --serve`. A client plays held-out equations with OpenAI's
+package: it runs the tools that are called, and ends with a turn that calls none, or after 25 turns.
+It knows nothing of `done`. What it saw is in bench/results/client_loop.json.
+"""
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import envs  # noqa: E402
+from envs.equations import Equations  # noqa: E402
+
+TURNS = 25
+RESULT = ROOT / "bench" / "results" / "client_loop.json"
+
+
+class Stops(Equations):
+    """Solve a linear equation for x, state the answer, then say it in words.
+
+    The tool that takes the answer does not end the episode. A turn of text does, which is paid.
+    """
+
+    max_turns = 5  # one more than `equations`, for the turn of text
+
+    def reset(self, **task) -> str:
+        self.stated = ""
+        return super().reset(**task)
+
+    def state_answer(self, value: str) -> str:
+        """State the value of x. Then say it without a tool.
+
+        Args:
+            value: the value, such as 3 or -2/5
+        """
+        if self.stated:
+            return "error: the answer has been stated"
+        verdict = super().state_answer(value)
+        self.stated, self.done = value, False
+        return verdict
+
+    def _reply(self, text: str) -> None:
+        """End the episode with a turn of text, and pay it if the answer has been stated."""
+        if self.stated:
+            self.reward += 1.0
+
+    def _expert(self):
+        return f"x = {self.stated}" if self.stated else super()._expert()
+
+
+def play(client, task, tools, seed) -> dict:
+    """Play one task as a client does. Return what became of it."""
+    env = Equations()
+    messages = [{"role": "system", "content": env.system_prompt},
+                {"role": "user", "content": env.reset(**task)}]
+    names, answered = [], None
+    for turn in range(1, TURNS + 1):
+        message = client.chat.completions.create(model="base", messages=messages, tools=tools,
+                                                 seed=seed).choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or []:
+            said, _ = envs.steps.call(env, call.function.name, json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+            names.append(call.function.name)
+        if env.done and answered is None:
+            answered = turn
+        if not message.tool_calls:
+            break
+    stopped = not message.tool_calls
+    return {"turns": turn, "answered": answered, "solved": env.solved, "stopped": stopped,
+            "after": len(names) - names.index("state_answer") - 1 if answered else None}
+
+
+def measure(folder: str, tasks: int) -> dict:
+    """Serve a run and return what a client sees in its loop."""
+    import openai
+    server = subprocess.Popen([sys.executable, "-u", "agent.py", "--model_path", folder, "--serve",
+                               "--env", "equations", "--port", "0"], cwd=ROOT, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        url = next(filter(None, (re.search(r"http://[\d.:]+", line) for line in server.stdout)))[0]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        tools = envs.schemas(Equations)
+        played = [play(client, task, tools, seed)
+                  for seed, task in enumerate(Equations._tasks("test", tasks, 0))]
+    finally:
+        server.kill()
+    answered = [game for game in played if game["answered"]]
+    return {
+        "tasks": tasks, "turns_allowed": TURNS,
+        "solved": statistics.fmean(game["solved"] for game in played),
+        "answered": len(answered) / tasks,
+        "stopped_after_answer": statistics.fmean(game["after"] == 0 and game["stopped"]
+                                                 for game in answered),
+        "never_stopped": statistics.fmean(not game["stopped"] for game in played),
+        "calls_after_answer_mean": statistics.fmean(game["after"] for game in answered),
+        "calls_after_answer_max": max(game["after"] for game in answered),
+        "turns_mean": statistics.fmean(game["turns"] for game in played),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", help="output folders, named as they are in the result")
+    parser.add_argument("--tasks", type=int, default=50)
+    parser.add_argument("--output", default=str(RESULT))
+    given = parser.parse_args()
+    result = {"command": f"python bench/client_loop.py {' '.join(given.runs)}",
+              "date": date.today().isoformat(), "machine": "2 CPU cores"}
+    result["runs"] = {Path(run).name: measure(run, given.tasks) for run in given.runs}
+    print(json.dumps(result["runs"], indent=1))
+    Path(given.output).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
