@@ -1,7 +1,9 @@
 """extras/serve: asked by OpenAI's own client, by broken clients, and by a run of ours."""
+import inspect
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -483,6 +485,66 @@ def test_a_history_keeps_a_thought_and_an_answer_that_names_its_tag(name):
         served_by.prompt_of(chat, [*HELLO, {**turn, "reasoning_content": True}, *HELLO])
 
 
+@pytest.mark.parametrize("calls, content", [
+    ([{"name": "nowhere", "arguments": {"x": 1}}], ""), ([], '<tool_call>\n{"name": "add", "arguments": {"a": 1, "ar'), ([], ""), ([], "I do.")])
+def test_what_the_server_answers_can_come_back(served, client, calls, content):
+    """A tool that is none, half of a call and an empty turn are a model's: the next request was refused with status 400."""
+    chat = served.server.chat_of(json.dumps([ADD]))
+    turn = chat.turn(content, calls)
+    served.script[:] = [turn]
+    message = client.chat.completions.create(model="base", messages=HELLO, tools=[ADD], max_tokens=len(turn)).choices[0].message
+    assert [call.function.name for call in message.tool_calls or []] == [call["name"] for call in calls] and message.content == content
+    after = [{"role": "tool", "tool_call_id": call.id, "content": "no such tool"} for call in message.tool_calls or []]
+    reply = client.chat.completions.create(model="base", messages=[*HELLO, message, *(after or HELLO)], tools=[ADD], max_tokens=1)
+    if calls:
+        # As in an episode, where the environment says that there is no such tool.
+        assert reply.usage.prompt_tokens == len(chat.prompt(HELLO) + turn + chat.results(calls, ["no such tool"], turn[-1]))
+
+
+def test_results_may_come_in_any_order():
+    chat = Chat(small("hermes") if "hermes" in TEMPLATES else real("qwen3"), TOOLS)
+    turn = called("1", "2")
+    one, two = [{"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in "12"]
+    said = [served_by.prompt_of(chat, [*HELLO, turn, *results]) for results in ([one, two], [two, one])]
+    assert said[0] == said[1] and chat.text(said[0]).index("of 1") < chat.text(said[0]).index("of 2")
+    # A result of nothing stays an error.
+    with pytest.raises(ValueError, match="tool_call_id"):
+        served_by.prompt_of(chat, [*HELLO, turn, one, {**two, "tool_call_id": "3"}])
+
+
+def test_without_parallel_tool_calls_there_is_one(served, client):
+    for parallel in (True, False):
+        served.script[:] = [call_turn(served, {"a": 1, "b": 1}, {"a": 2, "b": 2})]
+        asked = client.chat.completions.create(model="base", messages=HELLO, tools=[ADD], max_tokens=300, parallel_tool_calls=parallel)
+        assert len(asked.choices[0].message.tool_calls) == 1 + parallel
+
+
+def parameters(heading):
+    """Return the names in a row of the table of docs/serving.md."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    [row] = [line for line in page.splitlines() if line.startswith(f"| {heading} |")]
+    return set(re.findall(r"`(\w+)`", row))
+
+
+def test_the_table_of_parameters_is_that_of_the_server():
+    """Every parameter of OpenAI's package stands in it, and is what the table says."""
+    asked = inspect.signature(openai.resources.chat.Completions.create).parameters
+    openais = set(asked) - {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    obeyed, one_value, ignored, refused = map(parameters, ("obeyed", "one value only", "ignored", "refused"))
+    assert openais <= obeyed | one_value | ignored | refused
+    fields = set(served_by.ChatCompletion.model_fields) | {"max_completion_tokens"}
+    assert obeyed | one_value == fields and not obeyed & one_value and ignored == served_by.IGNORED
+    for name in ignored:
+        served_by.ChatCompletion.model_validate({"messages": HELLO, name: "x"})
+    for name in refused:
+        served_by.ChatCompletion.model_validate({"messages": HELLO, name: None})
+        with pytest.raises(ValueError, match="extra_forbidden"):
+            served_by.ChatCompletion.model_validate({"messages": HELLO, name: "x"})
+    for name in one_value:
+        with pytest.raises(ValueError, match=name):
+            served_by.ChatCompletion.model_validate({"messages": HELLO, name: 7})
+
+
 # ---------------------------------------------------------------------------------------------------------- errors
 def called(*ids):
     return {"role": "assistant", "tool_calls": [{"id": i, "function": {"name": "add", "arguments": "{}"}} for i in ids]}
@@ -493,7 +555,7 @@ def told(*ids):
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"n": 2}, "'n: Input should be 1'"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "context"),
+    ({"n": 2}, "n: Input should be 1"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "context"),
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context"), ({"messages": []}, "need system or user"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "message 0"), ({"messages": "hello"}, "messages"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "message"), ({"messages": [{"role": "robot"}]}, "message 0"),
