@@ -84,6 +84,15 @@ def test_the_package_lists_every_module_and_folder_and_no_requirement_of_its_own
     assert setuptools["dynamic"]["dependencies"] == {"file": "requirements.txt"} and "dependencies" not in PYPROJECT["project"]
 
 
+def test_uv_installs_what_pip_does():
+    """`uv run pytest` installs the group dev, which uv does by itself; `uv run python grpo.py` too."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements-dev.txt").read_text().splitlines()]
+    first, *packages = filter(None, lines)
+    assert first == "-r requirements.txt" and PYPROJECT["dependency-groups"] == {"dev": packages}
+    # What uv resolves depends on the machine: CUDA's torch on Linux, the CPU's on macOS.
+    assert "uv.lock" in (ROOT / ".gitignore").read_text().split()
+
+
 def test_an_install_that_copies_brings_the_files_that_the_code_reads():
     """`pip install .`, or from a git address: `import grpo` did not find experiment/synonyms.txt."""
     setuptools = PYPROJECT["tool"]["setuptools"]
