@@ -227,8 +227,11 @@ def known_flags(page: Path, text: str) -> set:
     for module in PROGRAMS.values():
         for name, option in options(module.Config).items():
             known |= {f"--{word}" for word in (name, *option.aliases)} | {f"--no_{name}"}
-    for words in commands_of(text):
-        if (without_prefix(words) or [""])[0] in OTHERS | {"torchrun", "pytest"}:
+    for words in map(without_prefix, commands_of(text)):
+        if words[:1] == ["torchrun"]:
+            from torch.distributed.run import get_args_parser
+            known |= set(get_args_parser()._option_string_actions)
+        if set(words[:1]) <= OTHERS | {"torchrun", "pytest"}:
             known |= {word.partition("=")[0] for word in words if word.startswith("--")}
     for path in re.findall(r"`?python ((?:bench|lessons)/\w+\.py)", text):
         known |= flags_in_file(ROOT / path) if (ROOT / path).exists() else set()
@@ -321,7 +324,7 @@ OWN = {}  # the text of my_env.py -> the first page that shows it
 for page in PAGES:
     if page.name == "README.zh.md":  # it is README's, with other comments
         continue
-    for text in re.findall(r"```python\n(# my_env.py\n.*?)```", page.read_text(), re.S):
+    for text in re.findall(r"```python\n(# my_env.py\nclass GuessNumber.*?)```", page.read_text(), re.S):
         OWN.setdefault(text, page.name)
 
 
