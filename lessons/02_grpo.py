@@ -7,7 +7,7 @@ its group, and its tokens become likelier; the others' become less likely. That 
 
 It is grpo.py without its options. With the same settings both train the same adapter, bit for bit:
 
-    python grpo.py --model_path runs/lessons/start --kl_coef 0 --max_steps 24    without extras/
+    python grpo.py --model_path runs/lessons/start --kl_coef 0 --max_steps 20    without extras/
 """
 import argparse
 
@@ -27,7 +27,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 NAME, ENV = "02_grpo", "equations"
-STEPS = 24
+STEPS = 20
 TASKS, GROUP = 8, 8  # a step plays 8 tasks, 8 episodes of each
 UPDATES = 2  # passes over a step's episodes, an update each
 MICRO_BATCH = 16  # episodes in one forward pass: memory only

@@ -30,9 +30,9 @@ import torch
 
 NAME, ENV = "03_clipping_and_staleness", "equations"
 STEPS = 10
-TASKS, GROUP = 4, 8
-UPDATES = 6  # on each batch; grpo.py's default for the tiny model is 2
-AGE = 4  # steps, in the runs on old episodes: 24 updates
+TASKS, GROUP = 3, 8
+UPDATES = 4  # on each batch; grpo.py's default for the tiny model is 2
+AGE = 4  # steps, in the runs on old episodes: 16 updates
 CLIP_EPS = 0.2
 LEARNING_RATE, LORA_R = 4e-3, 16
 RUNS = {"clip, new": (True, 0), "no clip, new": (False, 0),

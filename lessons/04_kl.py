@@ -29,7 +29,7 @@ import torch
 
 NAME, ENV = "04_kl", "equations"
 STEPS = 12
-TASKS, GROUP, UPDATES = 4, 8, 2
+TASKS, GROUP, UPDATES = 3, 8, 2
 COEFFICIENTS = (0.0, 0.1, 1.0)  # kl_coef of the three runs
 CLIP_EPS = 0.2
 LEARNING_RATE, LORA_R = 4e-3, 16
@@ -45,15 +45,20 @@ ESTIMATORS = {
 }
 
 
+def exact_kl(logp, ref_logp):
+    """Return KL(pi || ref) at each of n places, (n, 1), of log-probabilities (n, V)."""
+    return (logp.exp() * (logp - ref_logp)).sum(1, keepdim=True)
+
+
 def compare(logp, ref_logp):
-    """Return the KL, and of each estimator its bias, noise, gradient's cosine, size and noise.
+    """Return of each estimator its bias, its noise, and its gradient's size, cosine and noise.
 
     logp, ref_logp: (n, V), of every token that could have been sampled at n places of episodes.
     The gradient of log pi(y) by the logits is onehot(y) - pi, so the one that estimator k has on
     average is pi k' - pi sum(pi k'). That of the KL itself is pi x - pi KL.
     """
     pi, x = logp.exp(), logp - ref_logp
-    kl = (pi * x).sum(1, keepdim=True)  # (n, 1)
+    kl = exact_kl(logp, ref_logp)
     exact = pi * (x - kl)  # (n, V)
     table = {}
     for name, (value, slope) in ESTIMATORS.items():
@@ -69,14 +74,19 @@ def compare(logp, ref_logp):
             "size": size.item(),
             "cosine": (gradient * exact).sum().div(gradient.norm() * exact.norm() + 1e-30).item(),
             "gradient_noise": (square - gradient.pow(2).sum(1)).mean().clamp(min=0).sqrt().item()}
-    return kl.mean().item(), table
+    return table
 
 
 @torch.no_grad()
-def all_logprobs(model, token_ids, mask):
-    """Return log pi of the whole vocabulary wherever a token was sampled: (n, V)."""
-    logits = model(input_ids=token_ids).logits[:, :-1]  # column t predicts token t + 1
-    return logits[mask[:, 1:].bool()].double().log_softmax(-1)
+def distributions(model, token_ids, mask):
+    """Return log pi and log ref of the whole vocabulary where a token was sampled: (n, V) each."""
+    def all_logprobs():
+        logits = model(input_ids=token_ids).logits[:, :-1]  # column t predicts token t + 1
+        return logits[mask[:, 1:].bool()].double().log_softmax(-1)
+
+    logp = all_logprobs()
+    with reference(model, None):  # the adapter is off: the start model
+        return logp, all_logprobs()
 
 
 # ------------------------------------------------------------------------ training with the penalty
@@ -100,7 +110,8 @@ def train(kl_coef, steps, seed):
         rewards = torch.tensor([t.reward for t in episodes]).view(TASKS, GROUP)
         std, mean = torch.std_mean(rewards, 1, keepdim=True)
         advantages = ((rewards - mean) / (std + 1e-4)).view(-1, 1) * mask  # (B, T)
-        with torch.no_grad(), reference(model, None):  # the adapter is off: the start model
+        kl = exact_kl(*distributions(model, token_ids, mask)).mean().item()
+        with torch.no_grad(), reference(model, None):
             ref_logprobs, _ = forward(model, token_ids, mask)
         for update in range(UPDATES):
             with merged_to_train(model):  # the very weights that sample
@@ -113,8 +124,6 @@ def train(kl_coef, steps, seed):
                                                               inside * advantages)
                 loss = (token_loss.sum(1) / mask.sum(1)).mean()
                 loss.backward()
-            if update == 0:  # the policy is still the one that sampled
-                kl = (k3.detach().sum() / mask.sum()).item()
             optimizer.step()
             optimizer.zero_grad()
         rows.append({"success": sum(t.info["success"] for t in episodes) / len(episodes),
@@ -125,8 +134,8 @@ def train(kl_coef, steps, seed):
 
 def main(steps=STEPS, seed=0):
     """Train three times, compare the estimators on the last policy, show what to look at."""
-    print(f"\n1. GRPO with kl_coef {COEFFICIENTS}. Watch the reward, and the KL to the start model\n"
-          "   in nats per sampled token.\n")
+    print(f"\n1. GRPO with three weights of the penalty, {', '.join(map(str, COEFFICIENTS))}. Watch "
+          "the reward, and\n   the KL to the start model in nats per sampled token.\n")
     print("kl_coef   steps     reward   success       KL   entropy")
     runs, kept, third = {}, {}, max(1, steps // 3)
     for kl_coef in COEFFICIENTS:
@@ -140,11 +149,9 @@ def main(steps=STEPS, seed=0):
              for kl_coef, rows in runs.items()}
 
     model, (token_ids, mask) = kept[COEFFICIENTS[0]]
-    logp = all_logprobs(model, token_ids, mask)
-    with reference(model, None):
-        ref_logp = all_logprobs(model, token_ids, mask)
-    kl, table = compare(logp, ref_logp)
-    print(f"\n2. The estimators at {len(logp)} places of the first run's last batch; "
+    policies = distributions(model, token_ids, mask)
+    kl, table = exact_kl(*policies).mean().item(), compare(*policies)
+    print(f"\n2. The estimators at {len(policies[0])} places of the first run's last batch; "
           f"the KL is {kl:.4f}.\n   Which are biased as a number, and which as a gradient?\n")
     print("            value: bias    noise    gradient: size   cosine with KL's    noise")
     for name, row in table.items():
@@ -152,10 +159,11 @@ def main(steps=STEPS, seed=0):
         print(f"{name:10} {row['bias']:+13.4f} {row['noise']:8.3f} {row['size']:17.3f}  "
               f"{cosine} {row['gradient_noise']:16.3f}")
     low, high = (final[kl_coef] for kl_coef in (COEFFICIENTS[0], COEFFICIENTS[-1]))
-    print(f"\nWith kl_coef {COEFFICIENTS[-1]:g} the KL ended at {high['kl']:.3f} and the reward at "
-          f"{high['reward']:.2f};\nwithout a penalty they ended at {low['kl']:.3f} and "
-          f"{low['reward']:.2f}. On average the gradient\nof k1 was {table['k1']['size']:.1g} times "
-          f"as long as that of the KL, and that of k3 {table['k3']['size']:.2f}.\n")
+    size = {name: row["size"] for name, row in table.items()}
+    print(f"\nWith kl_coef {COEFFICIENTS[-1]:g} the KL of the last steps was {high['kl']:.3f} and the "
+          f"reward {high['reward']:.2f};\nwithout a penalty they were {low['kl']:.3f} and "
+          f"{low['reward']:.2f}. Of the KL's gradient k1 has\n{size['k1']:.1g} of the length, and "
+          f"k3 {size['k3']:.2f} with the cosine {table['k3']['cosine']:.3f}.\n")
     numbers = range(1, steps + 1)
     panels = [{"title": title, "x": "step", "y": label, "curves": {
         f"kl_coef {kl_coef:g}": (numbers, [row[key] for row in rows])
