@@ -21,10 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import envs  # noqa: E402
+from bench.learning import RESULTS, write_json  # noqa: E402
 from envs.equations import Equations  # noqa: E402
 
 TURNS = 25
-RESULT = ROOT / "bench" / "results" / "client_loop.json"
+RESULT = RESULTS / "client_loop.json"
 
 
 class Stops(Equations):
@@ -98,15 +99,16 @@ def measure(folder: str, tasks: int) -> dict:
     finally:
         server.kill()
     answered = [game for game in played if game["answered"]]
+    after = [game["after"] for game in answered]
     return {
         "tasks": tasks, "turns_allowed": TURNS,
         "solved": statistics.fmean(game["solved"] for game in played),
         "answered": len(answered) / tasks,
-        "stopped_after_answer": statistics.fmean(game["after"] == 0 and game["stopped"]
-                                                 for game in answered),
+        "stopped_after_answer": sum(game["after"] == 0 and game["stopped"]
+                                    for game in answered) / max(1, len(answered)),
         "never_stopped": statistics.fmean(not game["stopped"] for game in played),
-        "calls_after_answer_mean": statistics.fmean(game["after"] for game in answered),
-        "calls_after_answer_max": max(game["after"] for game in answered),
+        "calls_after_answer_mean": statistics.fmean(after) if after else None,
+        "calls_after_answer_max": max(after, default=None),
         "turns_mean": statistics.fmean(game["turns"] for game in played),
     }
 
@@ -120,8 +122,8 @@ def main():
     result = {"command": f"python bench/client_loop.py {' '.join(given.runs)}",
               "date": date.today().isoformat(), "machine": "2 CPU cores"}
     result["runs"] = {Path(run).name: measure(run, given.tasks) for run in given.runs}
-    print(json.dumps(result["runs"], indent=1))
-    Path(given.output).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["runs"]))
+    write_json(given.output, result, given)
 
 
 if __name__ == "__main__":

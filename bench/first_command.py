@@ -70,18 +70,17 @@ def sft_alone(folder, base, seed, seconds, words) -> dict:
               for word in (f"--{name}", value)]
     taught += ["--model_path", base, "--env", "equations", "--seed", seed]
     one = {"OMP_NUM_THREADS": "1"}
-    run("sft.py", f"{folder}_trial", *taught, *words, "--max_steps", 40, **one)
+    run("sft.py", f"{folder}_trial", *taught, "--max_steps", 40, **one)
     lines = Path(f"{folder}_trial/timing.jsonl").read_text().splitlines()
     step_seconds = sorted(json.loads(line)["seconds"] for line in lines)
     steps = max(1, int(seconds / step_seconds[len(step_seconds) // 2]))
     rows = {}
     for rate in ("3e-4", "1e-3"):
         trained = f"{folder}_{rate}"
-        run("sft.py", trained, *taught, *words, "--max_steps", steps, "--learning_rate", rate,
-            **one)
+        run("sft.py", trained, *taught, "--max_steps", steps, "--learning_rate", rate, **one)
         # sft.py lets an episode have six turns. The exam is grpo.py's, with no step of training.
-        rows[rate] = run("grpo.py", f"{trained}_exam", "--model_path", trained, "--seed", seed,
-                         *words, "--max_steps", 0, **one)
+        rows[rate] = run("grpo.py", f"{trained}_exam", *words, "--model_path", trained,
+                         "--seed", seed, "--max_steps", 0, **one)
     best = max(rows, key=lambda rate: rows[rate]["success_after"])
     return {**rows[best], "steps": steps, "learning_rate": best,
             "both": {rate: row["success_after"] for rate, row in rows.items()}}
@@ -91,12 +90,14 @@ def controls_of(row, out, words) -> dict:
     """Return the rows of the three controls of a seed's run."""
     seed = row["seed"]
     base, start = out / f"seed{seed}" / "base", out / f"control{seed}"
+    if "--model_path" in words:  # then the run has taught none
+        base = words[words.index("--model_path") + 1]
     model, one = ("--model_path", base, "--seed", seed), {"OMP_NUM_THREADS": "1"}
     with ThreadPoolExecutor(2) as pool:
         jobs = {
             "shuffled rewards": pool.submit(run, "bench/shuffled_rewards.py", f"{start}_shuffled",
-                                            *model, *words, **one),
-            "learning rate 0": pool.submit(run, "grpo.py", f"{start}_zero", *model, *words,
+                                            *words, *model, **one),
+            "learning rate 0": pool.submit(run, "grpo.py", f"{start}_zero", *words, *model,
                                            "--learning_rate", 0, "--max_steps", 3, **one),
             "SFT alone": pool.submit(sft_alone, f"{start}_sft", base, seed, row["seconds"], words)}
         return {name: job.result() for name, job in jobs.items()}

@@ -19,6 +19,8 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.learning import write_json  # noqa: E402
+
 GROUPS, SIZE = 8, 8
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -74,7 +76,7 @@ def main():
             for share, value in result["median"][f"kl_coef {kl_coef}"].items():
                 print(f"kl_coef {kl_coef}, {share:.0%} of the groups silent: {value:.2f} s an update", flush=True)
     if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.output, result)
     print(json.dumps(result))
 
 

@@ -75,17 +75,15 @@ def test_every_script_is_started():
 def test_first_command_and_its_controls(tiny, results, tmp_path):
     """Shuffled rewards, a learning rate of 0 and SFT alone, too; a second call runs nothing again."""
     out = tmp_path / "out"
-    shutil.copytree(tiny, out / "seed0" / "base")
-    words = ["--seeds", "0", "--controls", "--out", out, "--results", results, "--", "--model_path", tiny, *SHORT[:6], "--max_steps", "2"]
-    begin = words.index("--")
-    short = words[begin:] + ["--max_samples", "20"]
-    printed, result = start("first_command", *words[:begin], *short, results=results)
+    words = ["--seeds", "0", "--controls", "--out", out, "--results", results, "--", "--model_path", tiny, *SHORT[:6], "--max_samples", "20",
+             "--max_steps", "2"]
+    printed, result = start("first_command", *words, results=results)
     run, controls = result["runs"][0], result["controls"]["seed 0"]
     assert run["seed"] == 0 and len(run["success"]) == 2 and run["seconds"] > 0 and run["success_before"] == 0
     assert set(controls) == {"shuffled rewards", "learning rate 0", "SFT alone"} and controls["SFT alone"]["steps"] >= 1
     assert written(results, "first_command")["runs"] == result["runs"] and "<svg" in (results / "first_command.svg").read_text()
     rows = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
-    start("first_command", *words[:begin], *short, results=results)
+    start("first_command", *words, results=results)
     assert {path: path.stat().st_mtime_ns for path in out.glob("*.json")} == rows
 
 
@@ -128,6 +126,16 @@ def test_beside(tiny, results):
     start("beside", "--model_path", tiny, "--dtype", "float32", "--updates", "2", "--rounds", "1", "--settings", "one thread", results=results,
           COMMAND=["grpo.py", "--model_path", tiny, "--max_steps", "1", *SHORT])
     assert written(results, "beside")["seconds_of_an_update"]["one thread"][0]["alone"] > 0
+
+
+@pytest.mark.slow
+def test_client_loop(tiny, results):
+    """A model that was taught nothing answers no task."""
+    for package in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    start("client_loop", tiny, "--tasks", "2", results=results)
+    [row] = written(results, "client_loop")["runs"].values()
+    assert row["tasks"] == 2 and row["answered"] == row["solved"] == 0 and row["calls_after_answer_max"] is None
 
 
 @pytest.mark.slow
@@ -226,7 +234,6 @@ def test_real_model(tiny, results, problems, tmp_path):
     assert len(written(results, "real_model")["rows"]["grpo"]["curves"]["success"]) == 2 and (results / "real_model.svg").exists()
 
 
-@pytest.mark.slow
 def test_rollout(results):
     start("rollout", "--cases", "1x2x4", "--rounds", "1", "--results", results, results=results)
     assert written(results, "rollout")["tiny"]["cases"]["1x2x4"]
@@ -244,6 +251,13 @@ def test_serving(tiny, results):
     pytest.importorskip("uvicorn")
     _, result = start("serving", "--model_path", tiny, "--clients", "1,2", "--tokens", "4", "--prompt", "8", "--rounds", "1", results=results)
     assert result["clients"]["2"]["server_over_engine"] > 0
+
+
+@pytest.mark.slow
+def test_silent(results):
+    """Steps whose groups all differ, and steps in which none does."""
+    _, result = start("silent", "--rounds", "1", "--output", results / "silent.json", results=results, GROUPS=2, SIZE=2, SHARES=(0.0, 1.0))
+    assert written(results, "silent")["median"] == result["median"] and all(seconds > 0 for seconds in result["median"]["kl_coef 0.1"].values())
 
 
 @pytest.mark.slow
