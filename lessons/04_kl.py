@@ -134,8 +134,8 @@ def train(kl_coef, steps, seed):
 
 def main(steps=STEPS, seed=0):
     """Train three times, compare the estimators on the last policy, show what to look at."""
-    print(f"\n1. GRPO with three weights of the penalty, {', '.join(map(str, COEFFICIENTS))}. Watch "
-          "the reward, and\n   the KL to the start model in nats per sampled token.\n")
+    print(f"\n1. GRPO with {len(COEFFICIENTS)} weights of the penalty. Watch the reward, and the\n"
+          "   KL to the start model in nats per sampled token.\n")
     print("kl_coef   steps     reward   success       KL   entropy")
     runs, kept, third = {}, {}, max(1, steps // 3)
     for kl_coef in COEFFICIENTS:
@@ -160,8 +160,8 @@ def main(steps=STEPS, seed=0):
               f"{cosine} {row['gradient_noise']:16.3f}")
     low, high = (final[kl_coef] for kl_coef in (COEFFICIENTS[0], COEFFICIENTS[-1]))
     size = {name: row["size"] for name, row in table.items()}
-    print(f"\nWith kl_coef {COEFFICIENTS[-1]:g} the KL of the last steps was {high['kl']:.3f} and the "
-          f"reward {high['reward']:.2f};\nwithout a penalty they were {low['kl']:.3f} and "
+    print(f"\nWith kl_coef {COEFFICIENTS[-1]:g} the KL of the last steps was {high['kl']:.3f} and "
+          f"the reward {high['reward']:.2f};\nwithout a penalty they were {low['kl']:.3f} and "
           f"{low['reward']:.2f}. Of the KL's gradient k1 has\n{size['k1']:.1g} of the length, and "
           f"k3 {size['k3']:.2f} with the cosine {table['k3']['cosine']:.3f}.\n")
     numbers = range(1, steps + 1)
