@@ -19,7 +19,8 @@ ELSEWHERE = {
     "comparison": "tests/bench/test_comparison.py", "gpu": "tests/bench/test_bench_gpu.py", "gpu_parts": "tests/bench/test_bench_gpu.py",
     "learn_vs_trl": "tests/bench/test_bench_learning.py", "meetings": "tests/envs/test_meetings.py", "pages": "tests/bench/test_pages.py",
     "reward_hacking": "tests/bench/test_bench_learning.py", "sampler": "tests/bench/test_bench_gpu.py",
-    "staleness": "tests/bench/test_bench_learning.py", "tricks": "tests/bench/test_bench_learning.py",
+    "notebook": "tests/test_tutorial.py", "staleness": "tests/bench/test_bench_learning.py", "tricks": "tests/bench/test_bench_learning.py",
+    "tutorial": "tests/test_tutorial.py",
     "vs_trl": "tests/bench/test_bench_vs_trl.py"}
 LIBRARIES = {"budget", "completions", "learning", "pictures"}
 SHORT = "--tasks_per_step 2 --group_size 2 --eval_tasks 2 --max_samples 8 --max_new_tokens 8 --max_turns 2".split()
