@@ -1,8 +1,8 @@
 """Does an agent stop in the loop of a client, which ends with a turn that calls no tool?
 
-    python grpo.py --output_dir runs/ends
-    python grpo.py --env bench/client_loop.py:Stops --output_dir runs/stops
-    python bench/client_loop.py runs/ends runs/stops
+    python grpo.py --output_dir runs/done
+    python grpo.py --env bench/client_loop.py:Stops --output_dir runs/text
+    python bench/client_loop.py runs/done runs/text
 
 Each run is served by `python agent.py --serve`. A client plays held-out equations with OpenAI's
 package: it runs the tools that are called, and ends with a turn that calls none, or after 25 turns.
@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 import envs  # noqa: E402
 from bench.learning import RESULTS, write_json  # noqa: E402
 from envs.equations import Equations  # noqa: E402
+from envs.steps import call as call_tool  # noqa: E402
 
 TURNS = 25
 RESULT = RESULTS / "client_loop.json"
@@ -72,7 +73,7 @@ def play(client, task, tools, seed) -> dict:
                                                  seed=seed).choices[0].message
         messages.append(message)
         for call in message.tool_calls or []:
-            said, _ = envs.steps.call(env, call.function.name, json.loads(call.function.arguments))
+            said, _ = call_tool(env, call.function.name, json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
             names.append(call.function.name)
         if env.done and answered is None:
@@ -115,13 +116,14 @@ def measure(folder: str, tasks: int) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs="+", help="output folders, named as they are in the result")
+    parser.add_argument("runs", nargs=2, help="output folders: episodes end by done, and in text")
     parser.add_argument("--tasks", type=int, default=50)
     parser.add_argument("--output", default=str(RESULT))
     given = parser.parse_args()
     result = {"command": f"python bench/client_loop.py {' '.join(given.runs)}",
               "date": date.today().isoformat(), "machine": "2 CPU cores"}
-    result["runs"] = {Path(run).name: measure(run, given.tasks) for run in given.runs}
+    result["runs"] = {name: measure(run, given.tasks)
+                      for name, run in zip(("done", "text"), given.runs)}
     print(json.dumps(result["runs"]))
     write_json(given.output, result, given)
 

@@ -253,6 +253,28 @@ def merging(data):
                     f"{data[way]['merge_kept']:.3f}"] for way, words in ways.items()))
 
 
+@block("adapter_rounding.json")
+def adapter_rounding(data):
+    """How much of the gain of training an adapter keeps, by how it is applied in bfloat16."""
+    ways = {"peft": "PEFT, adapter applied", "peft_merged": "PEFT, `merge_and_unload`",
+            "lora_py_merge": "`python lora.py merge`", "trained": "the weights that were trained"}
+    steps = [row for row in data["by_step"] if row["step"]]
+    return table(["steps of training", *ways.values()],
+                 *([row["step"], *(f"{row['kept'][way]:.0%}" for way in ways)] for row in steps))
+
+
+@block("client_loop.json")
+def client_loop(data):
+    """What becomes of an agent in a client's loop, by whether its episodes end in a turn of text."""
+    words = {"done": "`done`, at the tool that takes the answer", "text": "a turn of text (`Stops`)"}
+    return table(
+        ["episodes in training end by", "solved", "stopped right after the answer",
+         "calls after the answer, mean", "never stopped in 25 turns"],
+        *([words[name], f"{row['solved']:.2f}", f"{row['stopped_after_answer']:.2f}",
+           f"{row['calls_after_answer_mean']:.1f}", f"{row['never_stopped']:.2f}"]
+          for name, row in data["runs"].items()))
+
+
 @block("lesson_05.json")
 def lesson_05(data):
     """Wrong signs of each credit, and what it teaches, all seeds in a cell."""
