@@ -263,18 +263,6 @@ def adapter_rounding(data):
                  *([row["step"], *(f"{row['kept'][way]:.0%}" for way in ways)] for row in steps))
 
 
-@block("client_loop.json")
-def client_loop(data):
-    """What becomes of an agent in a client's loop, by whether its episodes end in a turn of text."""
-    words = {"done": "`done`, at the tool that takes the answer", "text": "a turn of text (`Stops`)"}
-    return table(
-        ["episodes in training end by", "solved", "stopped right after the answer",
-         "calls after the answer, mean", "never stopped in 25 turns"],
-        *([words[name], f"{row['solved']:.2f}", f"{row['stopped_after_answer']:.2f}",
-           f"{row['calls_after_answer_mean']:.1f}", f"{row['never_stopped']:.2f}"]
-          for name, row in data["runs"].items()))
-
-
 @block("lesson_05.json")
 def lesson_05(data):
     """Wrong signs of each credit, and what it teaches, all seeds in a cell."""
