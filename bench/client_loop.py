@@ -116,14 +116,13 @@ def measure(folder: str, tasks: int) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs=2, help="output folders: episodes end by done, and in text")
+    parser.add_argument("runs", nargs="+", help="output folders, whose names name the rows")
     parser.add_argument("--tasks", type=int, default=50)
     parser.add_argument("--output", default=str(RESULT))
     given = parser.parse_args()
     result = {"command": f"python bench/client_loop.py {' '.join(given.runs)}",
               "date": date.today().isoformat(), "machine": "2 CPU cores"}
-    result["runs"] = {name: measure(run, given.tasks)
-                      for name, run in zip(("done", "text"), given.runs)}
+    result["runs"] = {Path(run).name: measure(run, given.tasks) for run in given.runs}
     print(json.dumps(result["runs"]))
     write_json(given.output, result, given)
 
