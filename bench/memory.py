@@ -109,13 +109,13 @@ def draw(table, path):
         panel.bar(places, [row[memory][0] / 1024 for row in table.values()], width, label=memory)
     for card in CARDS:
         panel.axhline(card, color=COLORS["grey"], linestyle=":", linewidth=1)
-        panel.text(len(table) - 0.45, card, f"{card} GiB", va="center", fontsize=9)
+        panel.text(len(table), card * 1.02, f"{card} GiB card", va="bottom", ha="right", fontsize=9)
     panel.set(yscale="log", ylabel="GiB of a GPU", yticks=[1, 2, 4, 8, 16, 32],
-              yticklabels=["1", "2", "4", "8", "16", "32"], ylim=(1, 48), xlim=(-0.6, len(table) - 0.05))
+              yticklabels=["1", "2", "4", "8", "16", "32"], ylim=(1, 48), xlim=(-0.6, len(table)))
     panel.set_xticks(range(len(table)), [name.removeprefix("Qwen2.5-") for name in table])
     panel.minorticks_off()
     panel.grid(False)
-    panel.legend(title="--memory", loc="upper left")
+    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(SETTINGS))
     save(picture, path)
 
 
