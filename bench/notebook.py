@@ -5,8 +5,8 @@
 Text becomes a cell of text. The word after ``` decides what becomes of a block:
 
     python        a cell; one that begins with "# NAME.py" writes that file
-    bash          a cell: `python grpo.py --seed 1` becomes grpo.train(grpo.Config(seed=1, ...)), whose
-                  result a notebook shows with the run's curves; other commands get a "!"
+    bash          a cell: `python grpo.py --seed 1` becomes grpo.train(grpo.Config(seed=1, ...)),
+                  whose result a notebook shows with the run's curves; others get a "!"
     bash real     the same, under `if REAL_MODEL:`, which the first cell sets
     bash typed    text: commands that wait for what a person types
 """
@@ -31,6 +31,7 @@ project = next((f for f in folders if (f / "grpo.py").exists()), None)
 if project is None:
     page = input("Address of this notebook on GitHub or Colab: ")
     owner, name = re.search(r"github(?:\\.com)?/([\\w.-]+)/([\\w.-]+)", page).groups()
+    name = name.removesuffix(".git")
     clone = ["git", "clone", "--depth", "1", f"https://github.com/{owner}/{name}"]
     subprocess.run(clone, check=True)
     install = [sys.executable, "-m", "pip", "install", "-q", "-r", "requirements.txt"]
@@ -41,7 +42,7 @@ sys.path.insert(0, os.getcwd())'''
 
 
 def blocks(page: str):
-    """Yield (kind, text) of every part of the page. The kind is "" for text, "output" without one."""
+    """Yield (kind, text) of every part of the page: kind "" is text, "output" a block without."""
     for i, part in enumerate(re.split(r"^```([^\n]*\n.*?)^```\n", page, flags=re.M | re.S)):
         kind, _, text = part.partition("\n") if i % 2 else ("", "", part)
         kind = kind or "output" * (i % 2)

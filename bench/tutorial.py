@@ -1,6 +1,6 @@
 """Do the runs of chapter 3 of docs/tutorial.md with three seeds.
 
-    python bench/tutorial.py                 6 minutes of one core; a run that is done is not repeated
+    python bench/tutorial.py                 6 minutes of one core; what is done is not repeated
     python bench/tutorial.py --minutes 4     stops before a run that would begin later
 
 The commands and the environment are those of the page, with --seed and a folder of each seed added.

@@ -132,7 +132,7 @@ def test_the_first_cell_clones_where_there_is_no_checkout(tmp_path, monkeypatch)
         (tmp_path / "agent-rl").mkdir(exist_ok=True)
 
     monkeypatch.setattr(subprocess, "run", pretend)
-    for address in ("https://github.com/someone/agent-rl",
+    for address in ("https://github.com/someone/agent-rl", "https://github.com/someone/agent-rl.git",
                     "https://colab.research.google.com/github/someone/agent-rl/blob/main/docs/tutorial.ipynb"):
         monkeypatch.chdir(tmp_path)
         exec(SOURCES[0], {"input": lambda question: address})
