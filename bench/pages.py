@@ -257,7 +257,7 @@ def merging(data):
 def adapter_rounding(data):
     """How much of the gain of training an adapter keeps, by how it is applied in bfloat16."""
     ways = {"peft": "PEFT, adapter applied", "peft_merged": "PEFT, `merge_and_unload`",
-            "lora_py_merge": "`python lora.py merge`", "trained": "the weights that were trained"}
+            "lora_py_merge": "merged by this project", "trained": "the weights that were trained"}
     steps = [row for row in data["by_step"] if row["step"]]
     return table(["steps of training", *ways.values()],
                  *([row["step"], *(f"{row['kept'][way]:.0%}" for way in ways)] for row in steps))
