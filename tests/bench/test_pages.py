@@ -89,8 +89,20 @@ def test_constants_of_a_script_are_its_numbers():
     assert found["steps"] == 40 and found["learning_rate"] == 2e-5 and "output" not in found
 
 
-@pytest.mark.xfail(strict=False, reason="the pages are being written again")
-def test_a_page_refers_to_pictures_that_are_there_and_small():
+def test_the_pictures_of_pages_are_small():
+    """Links that lead nowhere are for tests/test_readme.py."""
     for path in pages.pages():
         for name in re.findall(r"!\[[^]]*\]\(([^)#?:]+)\)", path.read_text()):
-            assert (path.parent / name).stat().st_size < 150_000, f"{path.relative_to(ROOT)}: {name}"
+            if (path.parent / name).exists():
+                assert (path.parent / name).stat().st_size < 150_000, f"{path.relative_to(ROOT)}: {name}"
+
+
+def test_pictures_are_drawn_from_their_json(tmp_path, monkeypatch):
+    """The same numbers make the same file, which has no ground of its own."""
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    [picture] = [value for path, value in pages.PICTURES.items() if "reward_hacking" in path]
+    monkeypatch.setattr(pages, "PICTURES", {"drawn.svg": picture, "again.svg": picture})
+    pages.draw_pictures()
+    drawn = (tmp_path / "drawn.svg").read_text()
+    assert drawn == (tmp_path / "again.svg").read_text()
+    assert "every call that works is paid" in drawn and "#ffffff" not in drawn
