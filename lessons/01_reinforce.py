@@ -5,7 +5,7 @@
     gradient of E[R] = E[ (R - b) x sum over sampled tokens of grad log pi(token | before it) ]
 
 R is the reward of an episode. b is any number that does not depend on this episode. It leaves the
-mean of the gradient as it is and changes its variance: that is all a baseline is for.
+mean of the gradient as it is and changes its variance, usually for the better.
 
 Three parts: which tokens count, how noisy the gradient is, and what the noise does to learning.
 """
@@ -81,7 +81,12 @@ def show_mask(tokenizer, episode):
 
 
 def gradient_noise(model, tokenizer, tasks, seed):
-    """Return {baseline: (variance of one episode's gradient, norm of the mean gradient)}."""
+    """Return {baseline: (variance of one episode's gradient, norm of the mean gradient)}.
+
+    Beside the baselines stands "best", the constant with the least variance: differentiate
+    E[(R - b)^2 |s|^2] by b, s being an episode's score. Also returns the mean reward, this b, and
+    the share that the five longest scores have of all |s|^2.
+    """
     episodes, rewards = play(model, tokenizer, tasks, seed, step=10_000)
     parameters = [p for p in model.parameters() if p.requires_grad]
     scores = []  # of each episode: grad of the sum of its log-probabilities, as one vector
@@ -90,12 +95,16 @@ def gradient_noise(model, tokenizer, tasks, seed):
         logprobs, _ = token_logprobs(model, token_ids, mask)
         gradient = torch.autograd.grad((logprobs * mask).sum(), parameters)
         scores.append(torch.cat([g.flatten() for g in gradient]))
-    scores, noise = torch.stack(scores), {}  # (B, parameters)
-    for name, baseline in BASELINES.items():
-        gradients = (rewards - baseline(rewards)).view(-1, 1) * scores
-        variance = gradients.var(0).sum().item()
-        noise[name] = variance, gradients.mean(0).norm().item()
-    return noise
+    scores = torch.stack(scores)  # (B, parameters)
+    lengths = scores.pow(2).sum(1)  # (B,), |s|^2
+    best = (rewards.flatten() * lengths).sum() / lengths.sum()
+    values = {name: baseline(rewards) for name, baseline in BASELINES.items()} | {"best": best}
+    noise = {}
+    for name, value in values.items():
+        gradients = (rewards - value).view(-1, 1) * scores
+        noise[name] = gradients.var(0).sum().item(), gradients.mean(0).norm().item()
+    longest = lengths.sort().values[-5:].sum() / lengths.sum()
+    return noise, rewards.mean().item(), best.item(), longest.item()
 
 
 def learn(baseline, tasks, steps, seed):
@@ -128,13 +137,15 @@ def main(steps=STEPS, seed=0):
     sampled, length = sum(episode.loss_mask), len(episode.token_ids)
     print(f"\n   {sampled} of its {length} tokens were sampled; its reward is {episode.reward:g}.")
 
-    print(f"\n2. The gradient of {NOISE_TASKS * GROUP} episodes of the same policy. Look at how "
-          "much\n   of the variance is left: a baseline changes nothing else.\n")
+    print(f"\n2. The gradient of {NOISE_TASKS * GROUP} episodes of the same policy. Its mean does "
+          "not depend\n   on the baseline. Does its variance fall with every baseline?\n")
     print("baseline    variance of one episode's    relative    norm of the mean")
-    noise = gradient_noise(model, tokenizer, tasks[-NOISE_TASKS:], seed)
+    noise, mean, best, longest = gradient_noise(model, tokenizer, tasks[-NOISE_TASKS:], seed)
     for name, (variance, norm) in noise.items():
         share = variance / noise["none"][0]
         print(f"{name:8} {variance:25.4g} {share:15.2f} {norm:16.3g}")
+    print(f"\n   The mean reward is {mean:.2f}, and the best constant {best:.2f}. Five episodes "
+          f"have {longest:.0%}\n   of all squared lengths: the noise is where a token was unlikely.")
 
     print(f"\n3. Learning: the mean reward of the {TASKS * GROUP} episodes of a step.\n")
     curves = {name: learn(baseline, tasks, steps, seed) for name, baseline in BASELINES.items()}
@@ -145,15 +156,15 @@ def main(steps=STEPS, seed=0):
         means = [sum(curve[first:last]) / (last - first) for curve in curves.values()]
         print(f"{first + 1:3} to {last:<3}" + "".join(f"{mean:10.2f}" for mean in means))
     final = {name: sum(curve[-quarter:]) / quarter for name, curve in curves.items()}
-    best = max(final, key=final.get)
-    less = {name: noise["none"][0] / noise[name][0] for name in noise}
-    print(f"\nThe mean as baseline divided the variance by {less['mean']:.1f}, the group's mean by "
-          f"{less['group']:.1f}.\nOver the last {quarter} steps the highest reward was "
-          f"{final[best]:.2f} ({best}); without a\nbaseline it was {final['none']:.2f}.\n")
+    winner = max(final, key=final.get)
+    left = {name: variance / noise["none"][0] for name, (variance, _) in noise.items()}
+    print(f"\nThe mean as baseline left {left['mean']:.2f} of the variance, the group's mean "
+          f"{left['group']:.2f}.\nOver the last {quarter} steps the highest reward was "
+          f"{final[winner]:.2f} ({winner}); without a\nbaseline it was {final['none']:.2f}.\n")
     draw(NAME, {"title": "learning", "x": "step", "y": "mean reward", "curves": {
         name: (range(1, steps + 1), curve) for name, curve in curves.items()}})
     report(NAME, seed, steps=steps, sampled_tokens=sampled, tokens=length, noise=noise,
-           final=final, curves=curves)
+           mean=mean, best=best, longest=longest, final=final, curves=curves)
 
 
 if __name__ == "__main__":
