@@ -125,7 +125,11 @@ def shows_thoughts(chat):
         return "do not begin with its generation prompt" not in str(error)
 
 
-@pytest.mark.parametrize("case", ["tiny", *NAMES])
+# Later versions of templates that are here as well, or those of the same family's other sizes: `pytest -m slow`.
+AGAIN = ("_v2", "_v3", "_v4", "_vl", "_super", "_ultra", "_lightning", "_2507", "llama3_1", "llama3_2", "phi3_5", "diffusion_gemma")
+
+
+@pytest.mark.parametrize("case", ["tiny", *(pytest.param(name, marks=[pytest.mark.slow] * name.endswith(AGAIN)) for name in NAMES)])
 def test_an_episode_has_the_ids_of_its_own_template_and_the_trainers_logprobs(case, monkeypatch):
     tokenizer = tokenizer_of(case)
     chat = Chat(tokenizer, envs.schemas(Lookup))

@@ -23,6 +23,7 @@ from extras.show.metrics import meaning
 
 CLASSES = {"exact": extras.exact.run.Run, "show": extras.show.run.Run, "ranks": extras.ranks.Run}
 NAMES = ["sft, full", "grpo, LoRA", "dpo, plays", "reward_weighted, LoRA"]
+TWO = [pytest.param(name, marks=[pytest.mark.slow] * (name in NAMES[::3])) for name in NAMES]  # that play; the others are slow tests
 SHOWN = {"trained_parameters", "parameters", "reward_histogram", "reward_min", "reward_max"}  # what `show` adds to metrics.jsonl, beside tokens.jsonl
 
 
@@ -70,7 +71,7 @@ def test_each_layer_alone_writes_them_too(place, tmp_path, monkeypatch, layer): 
     assert_cores(tmp_path / "core", tmp_path / layer)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TWO)
 def test_cores_run_is_resumed_from_its_last_checkpoint(place, tmp_path, monkeypatch, name):  # noqa: F811
     """Killed in its third step, it loses that one: there is no seal, and no line of it is left."""
     module, _ = CASES[name]
@@ -130,7 +131,7 @@ def test_core_run_imports_nothing_above_core():
     assert {name for name in names if name.split(".")[0] in ("extras", "envs", "lora", "agent", "layers")} == set()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TWO)
 def test_what_core_alone_has_saved_is_continued_with_the_layers(place, tmp_path, monkeypatch, capsys, name):  # noqa: F811
     """Core writes no seal. There is nothing to verify, and nothing that refuses it."""
     for folder, kind in (("core", core.run.Run), ("both", layers.Run)):

@@ -1,12 +1,17 @@
 """extras/check.py: every registered environment conforms, and every way not to is told."""
 import json
+import os
 import re
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import sums
 
 import envs
+from core.data import to_json
+from envs.tasks import load_tasks
 from extras import check
 from extras.check import Conformance, command
 from extras.play import Config, Setup, run
@@ -15,8 +20,14 @@ from extras.play import Config, Setup, run
 EXCEPTIONS = {"meetings": {"the expert solves 95 % or more"}}
 
 
+def in_this_process(command, **_):
+    """What check_seed's other process says, without its three seconds of imports. Some tests start one."""
+    return SimpleNamespace(returncode=0, stdout=to_json(load_tasks(*json.loads(command[-1]))), stderr="")
+
+
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
+    monkeypatch.setattr(check, "subprocess", SimpleNamespace(run=in_this_process))
     monkeypatch.setattr(check, "EPISODES", 40)
     monkeypatch.setattr(check, "REPLAYED", 4)
     monkeypatch.setattr(check, "TRAINING", 200)
@@ -47,6 +58,15 @@ def test_every_environment_of_ours_conforms(name, monkeypatch, tmp_path):
     assert not those(told, "-") and reasons[SPLIT].endswith(" of 0 the first message is also in training"), reasons
 
 
+def test_tasks_of_ours_are_the_same_in_another_process():
+    """One for all of them, with another seed for the hashes of text. gsm8k's are rows of a file."""
+    names = [name for name in envs.ENVS if name != "gsm8k"]
+    code = f"import extras\nfrom envs.tasks import load_tasks\nprint(hash('a'), [load_tasks(name, 'test', 20, 3) for name in {names}])"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={
+        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}).stdout
+    assert other.partition(" ")[2] == f"{[load_tasks(name, 'test', 20, 3) for name in names]}\n" and not other.startswith(f"{hash('a')} ")
+
+
 # ------------------------------------------------------------------------------------------------------- ways not to conform
 SAME, SHARED, RANDOM = "the same task is the same episode", "episodes share no state", "random calls solve 30 % or less"
 SPLIT, SEED, EXPERT = "train and test tasks are disjoint", "the same seed gives the same tasks", "the expert solves 95 % or more"
@@ -54,7 +74,8 @@ NOTHING, REPEAT = "doing nothing pays less", "repeating the question pays less"
 ONCE, COPY = "answering at once pays less", "copying tool output pays less"
 
 
-def test_a_good_one_conforms():
+def test_a_good_one_conforms(monkeypatch):
+    monkeypatch.setattr(check, "subprocess", subprocess)
     told, reasons = verdicts("sums:Sums")
     assert set(told.values()) == {"pass"} and len(told) == 12, reasons
     assert reasons["valid tool schemas"] == "answer, look" and reasons[SPLIT] == "40 test tasks are new; of 0 the first message is also in training" and reasons[ONCE] == "mean reward 0, the expert's 1; solves 0%"
@@ -63,7 +84,9 @@ def test_a_good_one_conforms():
 @pytest.mark.parametrize("cls, failed", [
     (sums.Luck, {SAME, SHARED}), (sums.Remembers, {SHARED}), (sums.Shares, {SHARED}), (sums.Leaks, {SPLIT}), (sums.NewTasks, {SEED}), (sums.Hashed, {SEED}), (sums.BadExpert, {EXPERT}),
     (sums.PaysForNothing, {EXPERT, NOTHING, REPEAT, ONCE}), (sums.Guessable, {ONCE}), (sums.Echo, {REPEAT}), (sums.Lottery, {RANDOM, ONCE, COPY}), (sums.AsksAlike, set()), (sums.NumpyTasks, set())])
-def test_what_is_broken_fails(cls, failed):
+def test_what_is_broken_fails(cls, failed, monkeypatch):
+    if cls is sums.Hashed:
+        monkeypatch.setattr(check, "subprocess", subprocess)
     told, reasons = verdicts(f"sums:{cls.__name__}")
     assert those(told, "FAIL") == failed, reasons
     assert (reasons[SPLIT] == "40 test tasks are new; of 40 the first message is also in training") == (cls is sums.AsksAlike)

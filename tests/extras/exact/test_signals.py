@@ -94,7 +94,7 @@ def slow(*values):
     ("grpo, LoRA", (core_run, "optimizer_tensors"), 1, signal.SIGTERM, 1),             # saving after step 0
     slow("dpo, full", (core_run, "mix"), 3, signal.SIGTERM, None),
     slow("reward_weighted, LoRA", (Engine, "step"), 3, signal.SIGTERM, 0),
-    ("reward_weighted, LoRA", (Engine, "step"), 9, signal.SIGTERM, None),         # in the second iteration's
+    slow("reward_weighted, LoRA", (Engine, "step"), 9, signal.SIGTERM, None),         # in the second iteration's
     ("reward_weighted, LoRA", (reward_weighted, "reward_weighted_loss"), 3, signal.SIGINT, 1),
 ], ids=str)
 def test_a_signal_discards_the_step_before_its_first_update_and_finishes_it_after(

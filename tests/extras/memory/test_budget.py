@@ -138,7 +138,7 @@ FLAGS = "--lora_r 4 --batch_size 4 --max_tokens 200 --dtype float32".split()
 @pytest.mark.parametrize("program, flags, update, episodes", [
     slow("", ["--max_new_tokens", "40"], 4, 128), slow("sft.py", ["--eval_tasks", "5"], 4, 5), ("dpo.py", ["--num_tasks", "2", "--eval_tasks", "0"], 8, 16),
     slow("reward_weighted.py", [], 4, 128),
-    ("reward_weighted.py", ["--trajectories", "t.jsonl", "--env", "equations", "--eval_tasks", "5"], 4, 5),
+    slow("reward_weighted.py", ["--trajectories", "t.jsonl", "--env", "equations", "--eval_tasks", "5"], 4, 5),
     ("grpo.py", ["--tasks_per_step", "2", "--group_size", "3", "--batch_size", "64", "--eval_tasks", "4"], 6, 6)])
 def test_the_flags_of_a_run_are_counted_at_every_setting(program, flags, update, episodes, capsys):
     needs = print_settings([*([program] if program else []), *FLAGS, *flags])

@@ -135,7 +135,8 @@ def test_a_run_computes_what_it_does_on_a_cpu(module, options, tmp_path, calling
         assert there == pytest.approx(here, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("bfloat16", [slow(True), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("bfloat16", [True, False])
 def test_a_real_models_default_dtype_is_the_cards(bfloat16, tmp_path, calling, monkeypatch):
     """bfloat16, and float16 before Ampere: the ratio is 1 but for their rounding, and the gradients are finite."""
     monkeypatch.setattr(grpo, "is_tiny", lambda path: False)
