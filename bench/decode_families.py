@@ -62,9 +62,9 @@ def main():
 
     from core.model import facts
     from extras.fast.loading import speed_up
-    from extras.fast.processor import fast_float32
+    from extras.fast.processor import bound_primitives
     from extras.models.probe import probe
-    fast_float32()
+    bound_primitives()
     ratios = {}
     for family in args.families:
         model = decoders.make(family)

@@ -15,7 +15,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
-WAYS = ("fused", "products", "float32", "pointwise")
+WAYS = ("fused", "products", "pointwise")
 SETTINGS = {"all on": (), **{f"{way} off": (way,) for way in WAYS}, "fast alone": ("pointwise",), "all off": WAYS}
 
 

@@ -77,11 +77,11 @@ def main():
     torch.set_num_threads(1)
     import bench.completions
     from bench import vs_trl
-    from extras.fast.processor import fast_float32
+    from extras.fast.processor import bound_primitives
     from layers import load_model
     args = vs_trl.arguments(["--model_path", options.model_path, "--prompts", str(options.prompts),
                              "--tokens", str(options.tokens)])
-    fast_float32()
+    bound_primitives()
     model, tokenizer = load_model(args.model_path, lora_r=vs_trl.LORA_R, lora_alpha=vs_trl.LORA_ALPHA, dtype="bfloat16")
     prompts = [list(tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"])
                for c in vs_trl.conversations(args.prompts)]

@@ -40,11 +40,11 @@ def main():
     from bench.completions import generate
     from core.engine import StockForward
     from extras.fast.fused import Fused
-    from extras.fast.processor import fast_float32
+    from extras.fast.processor import bound_primitives
     from layers import load_model, make_engine
     from core.tiny import make_tiny
     from lora import merged
-    fast_float32()
+    bound_primitives()
     model, tokenizer = load_model(args.model_path, lora_r=16, dtype=args.dtype)
     with tempfile.TemporaryDirectory() as folder:
         if args.model_path == "tiny":

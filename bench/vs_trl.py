@@ -131,10 +131,10 @@ def ours(args) -> dict:
 
     from bench import profile_step
     from core.model import save_model
-    from extras.fast.processor import fast_float32
+    from extras.fast.processor import bound_primitives
     from layers import load_model
     from lora import adapter_tensors, adapted_linears
-    fast_float32()
+    bound_primitives()
     model, tokenizer = load_model(args.model_path, lora_r=LORA_R, lora_alpha=LORA_ALPHA,
                                   gradient_checkpointing=args.gradient_checkpointing,
                                   dtype="float32" if args.gradients_to else args.dtype)

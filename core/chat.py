@@ -273,7 +273,7 @@ class Template:
             f"{BEGIN}((?:{pattern})(?:\n|\\\\+n){{0,2}}){END}|[{BEGIN}{END}]")
         self._newline = self.encode("\n")
         # The episodes of a group often see the same results.
-        self._cached_ids = lru_cache(256)(self._render_ids)
+        self._cached_ids = lru_cache(4096)(self._render_ids)
 
     def clean(self, value):
         """Return a copy of a message's field, or of a tool, with control tokens marked as text.

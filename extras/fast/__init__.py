@@ -5,8 +5,7 @@
     static_engine.py     decode steps that become CUDA graphs
     sampling.py          sampling in pieces of the batch; top-k and top-p
     loading.py           attention of a loaded model, and switches of the device
-    processor.py         the default of --dtype, float32 products by bf16 instructions, and freed
-                         memory given back
+    processor.py         the default of --dtype, and freed memory given back
     order.py             which episodes share a forward pass
 
 `faster` and `make_engine` wrap core's load_model and make_engine. `speed_up` is for a model that

@@ -65,13 +65,11 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     shared_prefix (P, B): the batch is one packed row [prefix, row 1 ... row B] of
     `packing.hidden_states`. Each row sees the prefix and itself.
 
-    On a CPU it is `causal_products`, which takes an eighth to a half of the time of the stock
-    kernel, whose backward pass is slow there when query heads share keys. It is so without
-    gradients too: a layer that runs again, and a policy that is scored, round as in the update.
-    Otherwise the KL divergence from a policy to itself would not be 0, and AdamW makes whole steps
-    of such noise. In float32 and inference mode the logits equal the stock model's to the bit. The
-    stock kernel still does what has a mask or a bias, and rows of which one alone has more than 32
-    MiB of scores.
+    In 16 bits on a CPU it is `causal_products`; in float32 the stock kernel takes half of its time
+    (bench/attention.py). It is so without gradients too: a layer that runs again, and a policy that
+    is scored, round as in the update. Otherwise the KL divergence from a policy to itself would not
+    be 0, and AdamW makes whole steps of such noise. The stock kernel still does what has a mask or
+    a bias, and rows of which one alone has more than 32 MiB of scores.
     """
     # A layer that has chosen the keys hands its choice over, which no kernel here heeds.
     if any(kwargs.get(name) is not None for name in ("indices", "block_indices")):
@@ -86,8 +84,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     stock = attention_mask is not None or kwargs.get("position_bias") is not None
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
     trains_on_cpu = query.is_cpu and torch.is_grad_enabled()
-    scores_on_cpu = query.is_cpu and not torch.is_inference_mode_enabled()
-    takes_products = scores_on_cpu or query.is_cpu and query.element_size() == 2
+    takes_products = query.is_cpu and query.element_size() == 2
     if not takes_products or row_bytes > MAX_SCORES or stock:
         attend = partial(stock_attention, module, attention_mask, scaling=scaling,
                          shared_prefix=shared_prefix, **kwargs)

@@ -4,11 +4,11 @@ from functools import wraps
 import torch
 
 from extras.fast.attention import causal_attention
-from extras.fast.processor import USED, fast_float32
+from extras.fast.processor import USED, bound_primitives
 
 
 def faster(load_model):
-    """Return this load_model with faster products and attention."""
+    """Return this load_model with faster attention."""
     @wraps(load_model)
     def load(path: str, *, device: str | None = None, train: bool = True, **options):
         device = prepared_device(device, train)
@@ -27,8 +27,8 @@ def prepared_device(name: str | None, train: bool):
             torch.cuda.set_device(device)
         # Where cuDNN's attention is chosen, it compiles again for every new shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if "float32" in USED and train and device.type == "cpu":
-        fast_float32()
+    if train and device.type == "cpu":
+        bound_primitives()
     return device
 
 

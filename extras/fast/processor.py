@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 # What this layer does. Taken out one by one, bench/layers.py measures what each is worth.
-USED = {"fused", "products", "float32"}
+USED = {"fused", "products"}
 # Torch 2.11 says on a GPU that the thread of its first backward pass had no context yet.
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
@@ -27,26 +27,12 @@ def best_dtype(config):
     return "bfloat16" if supported else "float32"
 
 
-def fast_float32():
-    """Let oneDNN run float32 matrix products with bf16 instructions where that stays accurate.
+def bound_primitives():
+    """Bound oneDNN's cache of compiled shapes. Call it before the first product.
 
-    With AVX512-BF16 the split product is twice as fast with an error of 4e-7. With AMX the same
-    switch really rounds. Before the first product this also bounds oneDNN's cache of compiled
-    shapes: its 1,024 entries, which batches of ever new lengths fill, hold over 1 GB.
+    Its 1,024 entries, which batches of ever new lengths fill, hold over 1 GB.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    try:
-        matmul = torch.backends.mkldnn.matmul
-        before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    except (AttributeError, RuntimeError):
-        return
-    generator = torch.Generator().manual_seed(0)
-    for tokens in (1, 33, 512):
-        x = torch.randn(tokens, 384, generator=generator)
-        w = torch.randn(384, 129, generator=generator)
-        exact = x.double() @ w.double()
-        if ((x @ w).double() - exact).abs().max() > 3e-6 * exact.abs().max():
-            matmul.fp32_precision = before
 
 
 def give_back_memory():

@@ -31,8 +31,20 @@ def close(ours, theirs):
 
 
 def test_two_products_give_the_stock_kernels_numbers_and_gradients():
-    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7))
+    ours = with_gradients(lambda *x: attention.causal_products(0.3, *x), *heads(7))
     assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7)))
+
+
+@pytest.mark.parametrize("dtype, products", [(torch.float32, False), (torch.bfloat16, True)])
+def test_on_a_cpu_products_are_for_16_bits(monkeypatch, dtype, products):
+    """bench/attention.py: in float32 the stock kernel takes half of their time."""
+    calls, compute = [], attention.causal_products
+    monkeypatch.setattr(attention, "causal_products", lambda *x: calls.append(1) or compute(*x))
+    inputs = [x.detach().to(dtype).requires_grad_() for x in heads(7)]
+    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *inputs)
+    assert bool(calls) == products
+    theirs = with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *inputs)
+    assert products or all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("limit, rows_at_once", [(10**6, [3]), (2400, [2, 1]), (1200, [1, 1, 1])], ids=["all", "two", "one"])
@@ -46,16 +58,17 @@ def test_scores_that_are_too_large_are_computed_some_rows_at_a_time(monkeypatch,
             yield piece
     monkeypatch.setattr(attention, "SCORES", limit)
     monkeypatch.setattr(attention, "_weights", watched)
-    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3))
+    ours = with_gradients(lambda *x: attention.causal_products(0.3, *x), *heads(7, B=3))
     assert seen == 2 * rows_at_once  # forward, and again in the backward pass
     assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3)))
 
 
 def test_a_row_that_is_too_large_by_itself_is_left_to_the_stock_kernel(monkeypatch):
-    monkeypatch.setattr(attention, "MAX_SCORES", 1000)
+    monkeypatch.setattr(attention, "MAX_SCORES", 500)
     monkeypatch.setattr(attention, "causal_products", None)
-    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3))
-    assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3)))
+    inputs = [x.detach().bfloat16().requires_grad_() for x in heads(7, B=3)]
+    ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *inputs)
+    assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *inputs))
 
 
 @pytest.mark.parametrize("P, width", [(0, 8), (5, 8), (5, 3)], ids=["rows", "prefix", "narrow values"])
