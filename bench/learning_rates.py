@@ -20,6 +20,12 @@ sys.path.insert(0, ROOT)
 from bench.learning import RESULTS, write_json  # noqa: E402
 
 
+# Of the SFT, and held-out tasks of an evaluation.
+SFT_STEPS = 60
+SFT_SAMPLES = 400
+EVAL_TASKS = 100
+
+
 def short_template(model_path, folder):
     """Make `folder` a copy of the model (links) with a chat template that shows tools in few tokens."""
     from core.tiny import TINY_TEMPLATE
@@ -46,15 +52,15 @@ def main():
     if not os.path.exists(os.path.join(taught, "result.json")):
         model = short_template(args.model_path, os.path.join(args.out, "model"))
         sft.train(sft.Config(
-            model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, max_samples=400,
-            expert_noise=0.7, max_turns=6, batch_size=8, max_steps=60, eval_tasks=0,
+            model_path=model, output_dir=taught, lora_r=16, learning_rate=3e-4, max_samples=SFT_SAMPLES,
+            expert_noise=0.7, max_turns=6, batch_size=8, max_steps=SFT_STEPS, eval_tasks=0,
             dtype="bfloat16", overwrite=True))
     rows = {}
     for rate, seed in itertools.product(args.rates.split(","), args.seeds.split(",")):
         folder = os.path.join(args.out, f"grpo_{rate}_{seed}")
         result = grpo.train(grpo.Config(
             model_path=taught, output_dir=folder, learning_rate=float(rate), tasks_per_step=4, group_size=8,
-            batch_size=8, max_steps=args.steps, eval_tasks=100, seed=int(seed), resume=True))
+            batch_size=8, max_steps=args.steps, eval_tasks=EVAL_TASKS, seed=int(seed), resume=True))
         with open(os.path.join(folder, "metrics.jsonl")) as file:
             lines = [json.loads(line) for line in file]
         row = rows.setdefault(rate, {"runs": []})

@@ -207,7 +207,8 @@ def test_layers(results):
 
 @pytest.mark.slow
 def test_learning_rates(tiny, results, tmp_path):
-    start("learning_rates", "--model_path", tiny, "--rates", "1e-4", "--seeds", "0", "--steps", "1", "--out", tmp_path / "out", results=results)
+    start("learning_rates", "--model_path", tiny, "--rates", "1e-4", "--seeds", "0", "--steps", "1", "--out", tmp_path / "out", results=results,
+          SFT_STEPS=1, SFT_SAMPLES=8, EVAL_TASKS=1)
     assert written(results, "learning_rates")["rows"]["1e-4"]["success_after"]["n"] == 1
 
 
