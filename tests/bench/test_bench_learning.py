@@ -55,8 +55,8 @@ def call_here(script, out, only, monkeypatch, capsys):
 def test_tricks(out, monkeypatch, capsys):
     printed, result = call_here(tricks, out, "default,kl_0", monkeypatch, capsys)
     assert result["summary"]["kl_0"]["minus_default"]["n"] == 1 and "loss_gspo" in result["not_run"]
-    assert (out / "results" / "tricks.png").exists() and "`kl_coef 0`" in (out / "results" / "tricks.md").read_text()
-    assert "default, seed 0" in printed
+    assert (out / "results" / "tricks.svg").exists() and "`kl_coef 0`" in printed and "default, seed 0" in printed
+    assert result["settings"] != learning.fingerprint(tricks.settings())  # a run of one step is no figure of 18
     printed, again = call_here(tricks, out, "default,kl_0", monkeypatch, capsys)
     assert "seed 0:" not in printed and again["rows"] == result["rows"]  # no run is done twice
 
@@ -65,7 +65,7 @@ def test_tricks(out, monkeypatch, capsys):
 def test_staleness(out, monkeypatch, capsys):
     _, result = call_here(staleness, out, "plain_0,truncated_1", monkeypatch, capsys)
     assert set(result["summary"]) == {"plain_0", "truncated_1"} and "decoupled_8" in result["not_run"]
-    assert (out / "results" / "staleness.png").exists()
+    assert (out / "results" / "staleness.svg").exists()
 
 
 @pytest.mark.slow
@@ -170,4 +170,4 @@ def test_reward_hacking(out, monkeypatch, capsys):
     printed, result = call_here(reward_hacking, out, "gamed", monkeypatch, capsys)
     row = result["rows"]["gamed"]["0"]
     assert "| every call that works is paid | 0 | " in printed and len(row["reward"]) == 1 and row["success_before"] == row["success_after"] == 0
-    assert row["last_episode"][0]["role"] == "system" and (out / "results" / "reward_hacking.png").exists()
+    assert row["last_episode"][0]["role"] == "system" and (out / "results" / "reward_hacking.svg").exists()
