@@ -49,4 +49,4 @@ def test_rows_are_sentences_and_are_printed(capsys, monkeypatch):
     __main__.program()
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and {line.partition(" ")[0] for line in lines if line[0] != " "} == METRICS.keys()
-    assert "    Mean entropy of the policy where it sampled. Look for: a slow fall; near 0:" in lines
+    assert "    Mean entropy of the policy, over the tokens in the update. Look for: a slow" in lines
