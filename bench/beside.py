@@ -112,7 +112,7 @@ def main():
               "machine": f"{os.cpu_count()} shared cores, no GPU", "seconds_of_an_update": rows,
               "seconds_of_the_first_command": {"command": COMMAND, "ours": first},
               "beside_over_alone": [round(row["beside"] / row["alone"], 2) for row in first]}
-    write_json(RESULTS / "beside.json", result, args)
+    result = write_json(RESULTS / "beside.json", result, args)
     print(json.dumps(result))
 
 

@@ -93,7 +93,7 @@ def main():
               "cpu_seconds_a_step": seconds, "peak_mib": peaks,
               "median": {name: [median(seconds[name]), median(peaks[name])] for name in seconds}}
     if args.output:
-        write_json(args.output, result, args)
+        result = write_json(args.output, result, args)
     print(json.dumps(result))
 
 

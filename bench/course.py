@@ -65,7 +65,7 @@ def main(argv=None):
               "machine": f"{os.cpu_count()} cores, no GPU"}
     os.makedirs(RESULTS, exist_ok=True)
     shutil.copy(os.path.join(out, f"seed{SEEDS[0]}", "report.md"), os.path.join(RESULTS, "course_seed0.md"))
-    write_json(RESULTS / "course.json", result)
+    result = write_json(RESULTS / "course.json", result)
     print(json.dumps(result))
 
 

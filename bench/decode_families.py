@@ -81,7 +81,7 @@ def main():
               "command": "python bench/decode_families.py " + " ".join(sys.argv[1:])}
     path = Path(args.results, "decode_families.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, result, args)
+    result = write_json(path, result, args)
     print(json.dumps(result))
 
 

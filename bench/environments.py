@@ -110,7 +110,7 @@ def main():
             **learning(name, args), "command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
             "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} shared cores"}
         print(name, json.dumps(result["runs"][name]["summary"]), flush=True)
-        write_json(path, result)
+        result = write_json(path, result)
     print(json.dumps(result))
 
 

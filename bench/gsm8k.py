@@ -228,7 +228,7 @@ def main():
               "machine": f"{os.cpu_count()} shared cores, no GPU",
               "trained": {name: trained(args.out / name) for name in ("sft", *runs)},
               "held_out": {name: figures(args, name) for name in ("untrained", "sft", *runs)}}
-    write_json(RESULTS / "gsm8k.json", result, args)
+    result = write_json(RESULTS / "gsm8k.json", result, args)
     print(json.dumps(result))
 
 

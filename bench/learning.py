@@ -191,8 +191,8 @@ def product_rates(shape=(2048, 576, 1536), seconds=0.5) -> dict:
     return rates
 
 
-def write_json(path, result, args=None):
-    """Write a result, with the hash of the settings that its figures depend on.
+def write_json(path, result, args=None) -> dict:
+    """Write a result with the hash of the settings that its figures depend on, and return it.
 
     Args:
         path: bench/results/NAME.json. args: what the script was called with.
@@ -201,6 +201,7 @@ def write_json(path, result, args=None):
     result = {**result, "settings": fingerprint(settings)}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def write_result(path, **content) -> dict:

@@ -118,7 +118,7 @@ def main():
     result["of_the_bound"] = result["bound_seconds"] / plain["step"]
     print(f"step {plain['step']:.1f} s (rollout {plain['rollout']:.1f}); all products at {max(rates):.0f} GFLOP/s: "
           f"{result['bound_seconds']:.1f} s, {result['of_the_bound']:.0%} of it")
-    write_json(RESULTS / "profile_step.json", result, args)
+    result = write_json(RESULTS / "profile_step.json", result, args)
     print(json.dumps(result))
 
 

@@ -78,7 +78,7 @@ def main():
               "machine": f"{os.cpu_count()} cores, {gpu()}"}
     os.makedirs(RESULTS, exist_ok=True)
     draw([result], os.path.join(RESULTS, "real_model.svg"))
-    write_json(RESULTS / "real_model.json", result, args)
+    result = write_json(RESULTS / "real_model.json", result, args)
     print(json.dumps(result))
 
 

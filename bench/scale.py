@@ -194,7 +194,7 @@ def main():
               "command": "python bench/scale.py " + " ".join(sys.argv[1:])}
     os.makedirs(args.results, exist_ok=True)
     draw(curves, os.path.join(args.results, "scale.svg"))
-    write_json(path, result, args)
+    result = write_json(path, result, args)
     print(json.dumps(result))
 
 

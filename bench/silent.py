@@ -76,7 +76,7 @@ def main():
             for share, value in result["median"][f"kl_coef {kl_coef}"].items():
                 print(f"kl_coef {kl_coef}, {share:.0%} of the groups silent: {value:.2f} s an update", flush=True)
     if args.output:
-        write_json(args.output, result)
+        result = write_json(args.output, result)
     print(json.dumps(result))
 
 

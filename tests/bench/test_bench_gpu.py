@@ -139,7 +139,7 @@ def test_wrong_arguments_are_refused(wrong):
 @pytest.mark.slow
 def test_scale_runs_end_to_end(tmp_path):
     result = call("scale", "--points", "2", "--repeats", "1", "--vary", "turns", "tool_tokens", "--results", str(tmp_path), "--clock", "cpu")
-    assert json.loads((tmp_path / "scale.json").read_text()) == result and (tmp_path / "scale.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "scale.json").read_text()) == result and (tmp_path / "scale.svg").stat().st_size > 10_000
     for name in ("turns", "tool_tokens"):
         first, second = result["curves"][name]["points"]
         assert second["tokens"] > first["tokens"] and min(first[m] for m in scale.MEASURES) > 0
