@@ -2,7 +2,7 @@
 
     python bench/notebook.py
 
-Text becomes a cell of text. The word after ``` decides what becomes of a block:
+Text becomes a cell of text, without its comments. The word after ``` decides what becomes of a block:
 
     python        a cell; one that begins with "# NAME.py" writes that file
     bash          a cell: `python grpo.py --seed 1` becomes grpo.train(grpo.Config(seed=1, ...)),
@@ -104,6 +104,7 @@ def notebook(page: str) -> dict:
         if code:
             sources.append([code, True])
             continue
+        text = re.sub(r"\s?<!--.*?-->", "", text, flags=re.S)
         if kind:
             text = f"```{kind.split()[0].replace('output', '')}\n{text}\n```"
         # A chapter begins a cell, so that the set-up stands before the first one.
