@@ -18,6 +18,8 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.learning import write_json  # noqa: E402
+
 # Heads, heads of keys, width, tokens of the shared prompt, rows, tokens of a row.
 SHAPES = {"tiny, rows of 170": (4, 2, 32, 0, 16, 170), "tiny, prompt of 60": (4, 2, 32, 60, 16, 100),
           "SmolLM2, rows of 256": (9, 3, 64, 0, 8, 256), "SmolLM2, prompt of 150": (9, 3, 64, 150, 8, 200)}
@@ -72,7 +74,7 @@ def main():
             result["ms"][label] = ms
             print(f"{label}: {ms['products']} ms by products, {ms['stock']} by torch's kernel", flush=True)
     if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+        result = write_json(args.output, result)
     print(json.dumps(result))
 
 

@@ -89,7 +89,7 @@ def main():
               "date": datetime.date.today().isoformat(), "command": "python bench/rollout.py " + " ".join(sys.argv[1:])}
     path = Path(args.results, "rollout.json")
     kept = json.loads(path.read_text()) if path.exists() else {}
-    result = write_json(path, {**kept, name: result})
+    write_json(path, {**kept, name: result})
     print(json.dumps(result))
 
 

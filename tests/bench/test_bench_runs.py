@@ -122,6 +122,11 @@ def test_merging(tiny, results, problems):
     assert result == written(results, "merging") and result["float32"]["merge_kept"] == pytest.approx(1, abs=1e-3)
 
 
+def test_attention(results):
+    start("attention", "--rounds", "1", "--output", results / "attention.json", results=results, SHAPES={"small, prompt of 8": (4, 2, 32, 8, 2, 24)})
+    assert set(written(results, "attention")["ms"]) == {"small, prompt of 8, float32", "small, prompt of 8, bfloat16"}
+
+
 @pytest.mark.slow
 def test_beside(tiny, results):
     start("beside", "--model_path", tiny, "--dtype", "float32", "--updates", "2", "--rounds", "1", "--settings", "one thread", results=results,
