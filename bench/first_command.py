@@ -1,7 +1,7 @@
 """Does `python grpo.py` learn, and do its controls not?
 
     python bench/first_command.py               seeds 0 to 4, about 16 minutes on 2 idle cores
-    python bench/first_command.py --controls    and three controls of each seed, 8 minutes a seed
+    python bench/first_command.py --controls 0  and three controls of seed 0, about 8 minutes
 
 Each seed is `python grpo.py --seed S`, start to finish, alone on the machine, timed from outside. A
 seed that is done is not run again: a call that was stopped continues with the next one.
@@ -133,23 +133,30 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2,3,4")
-    parser.add_argument("--controls", action="store_true")
+    parser.add_argument("--controls", default="", help="seeds whose controls are run, too")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "first_command")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("words", nargs="*", metavar="FLAG", help="after --: flags of grpo.py")
     args = parser.parse_args(argv)
-    rows, controls = [], {}
-    for seed in map(int, args.seeds.split(",")):
+    rows, path = [], args.results / "first_command.json"
+    for seed in seeds_of(args.seeds):
         rows.append(run("grpo.py", args.out / f"seed{seed}", "--seed", seed, *args.words))
         shown = {name: rows[-1][name] for name in ("success_before", "success_after", "seconds")}
         print(f"seed {seed}: {json.dumps(shown)}", flush=True)
-    for row in rows if args.controls else ():
-        controls[f"seed {row['seed']}"] = controls_of(row, args.out, args.words)
+    before = json.loads(path.read_text()) if path.exists() else {}
+    controls = before.get("controls", {}) if before.get("settings") == fingerprint(settings()) else {}
+    for row in rows:
+        if row["seed"] in seeds_of(args.controls):
+            controls[f"seed {row['seed']}"] = controls_of(row, args.out, args.words)
     args.results.mkdir(parents=True, exist_ok=True)
     draw(rows, args.results / "first_command.svg")
-    kept = {"controls": controls} if controls else {}
-    write_result(args.results / "first_command.json", settings=fingerprint(settings()),
-                 each="python grpo.py --seed S, one after the other", runs=rows, **kept)
+    write_result(path, settings=fingerprint(settings()), runs=rows, controls=controls,
+                 each="python grpo.py --seed S, one after the other")
+
+
+def seeds_of(words) -> list[int]:
+    """Return the seeds of a flag, such as 0,1,2; none of an empty one."""
+    return [int(word) for word in words.split(",") if word]
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_every_script_is_started():
 def test_first_command_and_its_controls(tiny, results, tmp_path):
     """Shuffled rewards, a learning rate of 0 and SFT alone, too; a second call runs nothing again."""
     out = tmp_path / "out"
-    words = ["--seeds", "0", "--controls", "--out", out, "--results", results, "--", "--model_path", tiny, *SHORT[:6], "--max_samples", "20",
+    words = ["--seeds", "0", "--controls", "0", "--out", out, "--results", results, "--", "--model_path", tiny, *SHORT[:6], "--max_samples", "20",
              "--max_steps", "2"]
     printed, result = start("first_command", *words, results=results)
     run, controls = result["runs"][0], result["controls"]["seed 0"]
@@ -84,7 +84,8 @@ def test_first_command_and_its_controls(tiny, results, tmp_path):
     assert set(controls) == {"shuffled rewards", "learning rate 0", "SFT alone"} and controls["SFT alone"]["steps"] >= 1
     assert written(results, "first_command")["runs"] == result["runs"] and "<svg" in (results / "first_command.svg").read_text()
     rows = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
-    start("first_command", *words, results=results)
+    _, again = start("first_command", "--seeds", "0", *words[4:], results=results)
+    assert again["controls"] == result["controls"]
     assert {path: path.stat().st_mtime_ns for path in out.glob("*.json")} == rows
 
 
