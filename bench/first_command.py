@@ -143,14 +143,15 @@ def main(argv=None):
         rows.append(run("grpo.py", args.out / f"seed{seed}", "--seed", seed, *args.words))
         shown = {name: rows[-1][name] for name in ("success_before", "success_after", "seconds")}
         print(f"seed {seed}: {json.dumps(shown)}", flush=True)
+    today = fingerprint(settings())
     before = json.loads(path.read_text()) if path.exists() else {}
-    controls = before.get("controls", {}) if before.get("settings") == fingerprint(settings()) else {}
+    controls = before.get("controls", {}) if before.get("settings") == today else {}
     for row in rows:
         if row["seed"] in seeds_of(args.controls):
             controls[f"seed {row['seed']}"] = controls_of(row, args.out, args.words)
     args.results.mkdir(parents=True, exist_ok=True)
     draw(rows, args.results / "first_command.svg")
-    write_result(path, settings=fingerprint(settings()), runs=rows, controls=controls,
+    write_result(path, settings=today, runs=rows, controls=controls,
                  each="python grpo.py --seed S, one after the other")
 
 
