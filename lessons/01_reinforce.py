@@ -145,7 +145,7 @@ def main(steps=STEPS, seed=0):
         share = variance / noise["none"][0]
         print(f"{name:8} {variance:25.4g} {share:15.2f} {norm:16.3g}")
     print(f"\n   The mean reward is {mean:.2f}, and the best constant {best:.2f}. Five episodes "
-          f"have {longest:.0%}\n   of all squared lengths: the noise is where a token was unlikely.")
+          f"have {longest:.0%}\n   of all squared lengths: the noise is where tokens were rare.")
 
     print(f"\n3. Learning: the mean reward of the {TASKS * GROUP} episodes of a step.\n")
     curves = {name: learn(baseline, tasks, steps, seed) for name, baseline in BASELINES.items()}
