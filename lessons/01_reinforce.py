@@ -27,7 +27,7 @@ import torch
 
 NAME, ENV = "01_reinforce", "equations"
 STEPS = 16
-TASKS, GROUP = 4, 8  # a step plays 4 equations, 8 episodes of each
+TASKS, GROUP = 2, 8  # a step plays 2 equations, 8 episodes of each
 NOISE_TASKS = 12  # equations, 8 episodes of each, to measure the variance on
 LEARNING_RATE, LORA_R = 4e-3, 16
 

@@ -29,8 +29,8 @@ from lora import load_model, merged_to_train
 import torch
 
 NAME, ENV = "03_clipping_and_staleness", "equations"
-STEPS = 10
-TASKS, GROUP = 3, 8
+STEPS = 9
+TASKS, GROUP = 2, 8
 UPDATES = 4  # on each batch; grpo.py's default for the tiny model is 2
 AGE = 4  # steps, in the runs on old episodes: 16 updates
 CLIP_EPS = 0.2

@@ -29,7 +29,7 @@ import torch
 
 NAME, ENV = "04_kl", "equations"
 STEPS = 12
-TASKS, GROUP, UPDATES = 3, 8, 2
+TASKS, GROUP, UPDATES = 2, 8, 2
 COEFFICIENTS = (0.0, 0.1, 1.0)  # kl_coef of the three runs
 CLIP_EPS = 0.2
 LEARNING_RATE, LORA_R = 4e-3, 16
