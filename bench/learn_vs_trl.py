@@ -105,7 +105,8 @@ def task_rows(seed, steps) -> list[dict]:
     # TRL appends the first observation to the user message.
     prompt = [{"role": "system", "content": Equations.system_prompt},
               {"role": "user", "content": ""}]
-    return [{"prompt": prompt, "equation": row["equation"], "noise_seed": row["noise_seed"]} for row in rows]
+    return [{"prompt": prompt, "equation": row["equation"], "noise_seed": row["noise_seed"]}
+            for row in rows]
 
 
 def rate(step, steps) -> float:
@@ -340,7 +341,8 @@ def main(argv=None):
     summary = summarize({arm: rows[arm] for arm in ARMS if arm in rows})
     for arm, numbers in summary["arms"].items():
         print(f"{arm:12} {interval(numbers['success'])}  {numbers['cpu_seconds']['mean']:.0f} s")
-    report(args, "learn_vs_trl", settings=fingerprint(settings_of("learn_vs_trl")), **summary, rows=rows)
+    report(args, "learn_vs_trl", settings=fingerprint(settings_of("learn_vs_trl")), **summary,
+           rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,363 @@
+"""The tables of the pages: a function for each block, from what its JSONs in bench/results hold.
+
+`<!-- begin NAME -->` on a page is the block that the function NAME returns, line by line.
+bench/pages.py writes it.
+"""
+import re
+import statistics
+
+BLOCKS = {}  # by name: the function that returns a block's lines, and the JSONs that it is given
+
+
+def block(*files):
+    """Register a function of what some JSONs hold as the block of its name.
+
+    A block without JSONs is made from the code.
+    """
+    def register(function):
+        BLOCKS[function.__name__] = function, files
+        return function
+    return register
+
+
+def table(*rows) -> list[str]:
+    """Return the lines of a table; the first row is its head."""
+    lines = [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
+def between(values, form="") -> str:
+    """Return the range of some numbers as a table shows it."""
+    low, high = (format(value, form) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+IN_FRONT = "first_command.json", "vs_trl.json", "real_model_h200.json", "gsm8k.json"
+
+
+def front_page(first, speed, real, gsm8k) -> list[list[str]]:
+    """Return (figure, command, page) of each row of README's table."""
+    def success(runs):
+        before, after = ([run[f"success_{when}"] for run in runs] for when in ("before", "after"))
+        return f"{statistics.fmean(before):.2f} → **{statistics.fmean(after):.2f}**"
+
+    def times(kind, name="time_ratio"):
+        return [one[name] for one in speed["measurements"] if one["bfloat16"] == kind]
+
+    exams = gsm8k["held_out"]
+    after = [exam["pass@1"] for name, exam in exams.items() if name.startswith("grpo")]
+    minutes = [run["seconds"] / 60 for run in first["runs"]]
+    memory = times("fast", "memory_ratio") + times("slow", "memory_ratio")
+    trl = "`python bench/vs_trl.py`", "[speed](bench/README.md)"
+    return [
+        [success(first["runs"]), "`python grpo.py`", "[tutorial](docs/tutorial.md)"],
+        [f"{between(minutes, '.1f')} min", "`python grpo.py`", "[tutorial](docs/tutorial.md)"],
+        [f"**{between(times('fast'), '.1f')}** x", *trl],
+        [f"**{between(times('slow'), '.1f')}** x", *trl],
+        [between(memory, ".2f"), *trl],
+        [success([seed["rows"]["grpo"] for seed in real["seeds"]]),
+         "`python bench/real_model.py`", "[GRPO](docs/grpo.md)"],
+        [f"{exams['sft']['pass@1']:.3f} → **{between(after, '.3f')}**",
+         "`python bench/gsm8k.py`", "[GSM8K](bench/log/gsm8k.md)"],
+        ["1e-9", "`pytest tests/core/test_grpo_equations.py tests/test_dpo.py`",
+         "[losses](docs/grpo.md)"]]
+
+
+@block(*IN_FRONT)
+def results(first, *others):
+    """README's table: one figure a row."""
+    seeds = len(first["runs"])
+    rows = [f"equations solved, of 200 held out: the tiny model, mean of {seeds} seeds",
+            "the time it takes on two cores",
+            "times faster a GRPO step of SmolLM2-135M is than with TRL 1.16 + PEFT, on cores that "
+            "multiply faster in bfloat16 than in float32",
+            "the same on cores that multiply slower in bfloat16", "its memory, as a share of TRL's",
+            "equations solved by SmolLM2-135M: 40 steps on an H200, mean of 3 seeds",
+            "GSM8K solved by SmolLM2-135M, of 400 held out: 40 steps after SFT, two seeds",
+            "losses and gradients, largest difference from TRL's in float64"]
+    return table(["what", "figure", "command", "more"],
+                 *([words, *row] for words, row in zip(rows, front_page(first, *others))))
+
+
+@block(*IN_FRONT)
+def results_zh(first, *others):
+    """The same table in README.zh.md."""
+    rows = [f"微型模型解出的方程（200 道留出题，{len(first['runs'])} 个种子的平均）", "在两个 CPU 核上所需时间",
+            "SmolLM2-135M 的一步 GRPO 比 TRL 1.16 + PEFT 快多少倍：bfloat16 乘法快于 float32 的 CPU",
+            "同上，bfloat16 乘法更慢的 CPU", "内存占 TRL 的比例",
+            "SmolLM2-135M 解出的方程：H200 上 40 步，3 个种子的平均",
+            "SmolLM2-135M 解出的 GSM8K（400 道留出题）：SFT 之后 40 步，两个种子",
+            "损失与梯度同 TRL 的最大差异（float64）"]
+    return table(["内容", "数值", "命令", "详情"],
+                 *([words, *row] for words, row in zip(rows, front_page(first, *others))))
+
+
+@block("first_command.json")
+def first_command(data):
+    """Success of `python grpo.py` before and after GRPO, seed by seed."""
+    runs = data["runs"]
+    return table(
+        ["", *(f"seed {run['seed']}" for run in runs)],
+        ["after SFT", *(f"{run['success_before']:.3f}" for run in runs)],
+        ["after GRPO", *(f"**{run['success_after']:.3f}**" for run in runs)],
+        ["the whole command, seconds", *(f"{run['seconds']:.0f}" for run in runs)])
+
+
+@block("environments.json")
+def environments(data):
+    """Success in each environment before and after GRPO, seed by seed; several share a model."""
+    rows = [["`--env`", "model, level", "GRPO", "machine", "before", "after", "gain"]]
+    for name in ("writing", "mixed", "search", "search, tiny model", "code",
+                 "equations,search,code", "business"):
+        run = data["runs"][name]
+        together = re.search(r"--env (\S+)", run["grpo"])[1]
+        model = {"tiny": "tiny", "smollm2": "SmolLM2-135M, level 1"}[run["model"]]
+        steps = re.search(r"--max_steps (\d+)", run["grpo"])[1]
+        machine = "an H200" if "H200" in run["machine"] else "2 cores"
+        for env in together.split(","):
+            key = "success" if env == together else f"success/{env}"
+            before, after = ([seed[when][key] for seed in run["seeds"].values()]
+                             for when in ("before", "after"))
+            spread = run["summary"][key]["gain"]
+            gain = f"{spread['mean']:+.2f}"
+            if spread.get("half_width"):
+                gain += f" ± {spread['half_width']:.2f}"
+            if exam := run.get("exam of 300"):
+                before, after = [exam["before"]], [exam["after"]]
+                gain = f"{after[0] - before[0]:+.2f}"
+            label = f"`{env}`" if env == together else f"`{env}` of `{together}`"
+            successes = [", ".join(f"{x:.2f}" for x in values) for values in (before, after)]
+            rows.append([label, model, f"{steps} steps", machine, *successes, gain])
+    return table(*rows)
+
+
+@block("vs_trl.json")
+def vs_trl(data):
+    """How many times faster a step is than TRL's, by kind of processor."""
+    rows = [["processor", "times faster, medians", "single rounds", "TRL in our bfloat16",
+             "memory, ours / TRL's", "our step, seconds", "measurements"]]
+    for kind, words in data["kinds"].items():
+        taken = [one for one in data["measurements"] if one["bfloat16"] == kind]
+        same = [one["same_dtype"]["time_ratio"] for one in taken if "same_dtype" in one]
+        rounds = [ratio for one in taken for ratio in one["time_ratios"]]
+        rows.append([words, f"**{between([one['time_ratio'] for one in taken], '.1f')}**",
+                     between(rounds, ".1f"), between(same, ".1f"),
+                     between([one["memory_ratio"] for one in taken], ".2f"),
+                     between([one["rows"]["ours"]["step_seconds"] for one in taken], ".0f"),
+                     len(taken)])
+    return table(*rows)
+
+
+@block("reward_hacking.json")
+def reward_hacking(data):
+    """The first and the last step of runs with a reward that can be gamed, and one that cannot."""
+    from bench.reward_hacking import table as lines
+    return lines(data["rows"]).splitlines()
+
+
+@block("tricks.json")
+def tricks(data):
+    """One change at a time, best first."""
+    from bench.tricks import table as lines
+    return lines(data["summary"]).splitlines()
+
+
+@block("staleness.json")
+def staleness(data):
+    """Success against the age of the episodes."""
+    from bench.staleness import table as lines
+    return lines(data["summary"]).splitlines()
+
+
+@block("memory.json")
+def memory_models(data):
+    """MiB of a GPU for a step, by model and setting."""
+    settings = list(next(iter(data["mib"].values())))
+    return table(["`--memory`", *settings],
+                 *([name, *(f"{row[setting][0]:,}" for setting in settings)]
+                   for name, row in data["mib"].items()))
+
+
+@block("memory.json")
+def memory_cards(data):
+    """The first setting that fits on a card, with the most sequences in a forward pass."""
+    fits = data["first_that_fits"]
+    return table(["card", *(name.removeprefix("Qwen2.5-") for name in data["mib"])],
+                 *([f"{card} GiB", *(f"`{words}".replace(",", "`,") for words in row.values())]
+                   for card, row in fits.items()))
+
+
+@block("gpu_h200.json")
+def gpu_speeds(data):
+    """Tokens a second by setting of --memory, of Qwen2.5-0.5B's shape in bfloat16."""
+    taken = data["steps"] | data["steps_with_larger_tiles"]
+    rows = [["`--memory`", "decoding, 8 rows", "32 rows", "update of 8 x 1,024", "of 1 x 1,024"]]
+    for setting in ("plain", "4bit", "small", "stream"):
+        parts = data["steps"][setting] | taken[setting]
+        cells = [f"`{setting}`"]
+        for count in (8, 32):
+            step = parts.get(f"decode {count}")
+            cells.append(f"{1000 * count / step['step_ms']:,.0f}" if step else "not measured")
+        cells += [f"{parts[f'update {count}x1024']['tokens_per_second']:,.0f}" for count in (8, 1)]
+        rows.append(cells)
+    return table(*rows)
+
+
+@block("merging.json")
+def merging(data):
+    """What 40 steps at a small learning rate come to, by how the weights are held."""
+    ways = {"merged": "bfloat16, adapter merged (the default)",
+            "beside": "bfloat16, adapter beside the weights",
+            "nearest": "bfloat16, merged and rounded to the nearest", "float32": "float32"}
+    return table(["weights", "loss before", "after", "share of the update that is kept"],
+                 *([words, f"{data[way]['before']:.3f}", f"{data[way]['after']:.3f}",
+                    f"{data[way]['merge_kept']:.3f}"] for way, words in ways.items()))
+
+
+@block("adapter_rounding.json")
+def adapter_rounding(data):
+    """How much of the gain of training an adapter keeps, by how it is applied in bfloat16."""
+    ways = {"peft": "PEFT, adapter applied", "peft_merged": "PEFT, `merge_and_unload`",
+            "lora_py_merge": "merged by this project", "trained": "the weights that were trained"}
+    steps = [row for row in data["by_step"] if row["step"]]
+    return table(["steps of training", *ways.values()],
+                 *([row["step"], *(f"{row['kept'][way]:.0%}" for way in ways)] for row in steps))
+
+
+@block("lesson_05.json")
+def lesson_05(data):
+    """Wrong signs of each credit, and what it teaches, all seeds in a cell."""
+    rows = [["credit", "useful turns with A < 0, seeds 0, 1, 2", "useless ones with A > 0",
+             "first game: steps to 0.9", "second game: chance to look, at the end"]]
+    for name in data["runs"][0]["judged"]:
+        judged = [run["judged"][name] for run in data["runs"]]
+        chain, look = ([run["curves"][game][name] for run in data["runs"]]
+                       for game in data["runs"][0]["curves"])
+        steps = (next((i for i, p in enumerate(curve, 1) if p >= 0.9), "never") for curve in chain)
+        rows.append([name, ", ".join(f"{row['blamed']:.0%}" for row in judged),
+                     ", ".join(f"{row['praised']:.0%}" for row in judged),
+                     ", ".join(map(str, steps)),
+                     ", ".join(f"{curve[-1]:.2f}" for curve in look)])
+    return table(*rows)
+
+
+@block("lesson_06.json")
+def lesson_06(data):
+    """Reward, success and turns, first and last quarter of each run, all seeds in a cell."""
+    rows = [["reward", "paid, seeds 0, 1, 2", "success of these episodes", "turns",
+             "success on held-out equations"]]
+    for name in data["runs"][0]["runs"]:
+        cells = []
+        for key in ("reward", "success", "turns"):
+            form = ".1f" if key == "reward" else ".2f"
+            ends = []
+            for run in data["runs"]:
+                values = [row[key] for row in run["runs"][name]]
+                quarter = max(1, len(values) // 4)
+                parts = values[:quarter], values[-quarter:]
+                first, last = (sum(part) / quarter for part in parts)
+                ends.append(f"{first:{form}} to {last:{form}}")
+            cells.append(", ".join(ends))
+        held_out = (f"{run['before'][name]:.2f} to {run['after'][name]:.2f}"
+                    for run in data["runs"])
+        rows.append([name, *cells, ", ".join(held_out)])
+    return table(*rows)
+
+
+@block("lesson_07.json")
+def lesson_07(data):
+    """Accuracy, change of both likelihoods and success after each run, all seeds in a cell."""
+    rows = [["loss", "accuracy of held-out pairs, seeds 0, 1, 2", "log pi(chosen)",
+             "log pi(rejected)", "success before", "after"]]
+    for name in data["runs"][0]["runs"]:
+        last = [run["runs"][name][-1] for run in data["runs"]]
+        rows.append([name, ", ".join(f"{row['accuracy']:.2f}" for row in last),
+                     *(", ".join(f"{row[side]:+.1f}" for row in last)
+                       for side in ("chosen", "rejected")),
+                     ", ".join(f"{run['before']:.2f}" for run in data["runs"]),
+                     ", ".join(f"{run['after'][name]:.2f}" for run in data["runs"])])
+    return table(*rows)
+
+
+@block("lesson_08.json")
+def lesson_08(data):
+    """MB of each part of a step, counted / measured, and its CPU time, all seeds in a cell."""
+    parts = list(data["runs"][0]["rows"]["all weights"]["counted"])
+    rows = [["MB, counted / measured", *parts, "peak", "CPU seconds"]]
+    for name, row in data["runs"][0]["rows"].items():
+        seconds = [run["rows"][name]["seconds"] for run in data["runs"]]
+        rows.append([name, *(f"{row['counted'][part] / 1e6:,.0f} / {row[part] / 1e6:,.0f}"
+                             for part in parts),
+                     f"{row['peak'] / 1e6:,.0f}", ", ".join(f"{s:.0f}" for s in seconds)])
+    return table(*rows)
+
+
+@block()
+def metrics():
+    """Every number that a run writes: a table for each place of extras/show/metrics.json."""
+    from extras.show.metrics import PLACES
+    lines = []
+    for place, rows in PLACES.items():
+        lines += [f"## {place}", "", *table(
+            ["name", "unit", "what it is", "what to look for"],
+            *([f"`{name}`", *row] for name, row in rows.items())), ""]
+    return lines
+
+
+@block("lesson_01.json")
+def lesson_01(data):
+    """What a baseline does to the gradient's variance and to learning, seed by seed."""
+    rows = [["seed", "variance left: the mean as baseline", "the group's mean",
+             "last reward: none", "the mean", "the group's mean"]]
+    for run in data["runs"]:
+        noise, final = run["noise"], run["final"]
+        left = [f"{noise[name][0] / noise['none'][0]:.2f}" for name in ("mean", "group")]
+        rows.append([run["seed"], *left, *(f"{final[name]:.2f}" for name in final)])
+    return table(*rows)
+
+
+@block("lesson_02.json")
+def lesson_02(data):
+    """Success on held-out equations before and after the lesson, and its silent groups."""
+    rows = [["seed", "before", "after", "silent groups, first half", "second half"]]
+    for run in data["runs"]:
+        half, groups = run["steps"] // 2, run["groups"]
+        silent = [row["silent"] for row in run["log"]]
+        shares = [sum(part) / len(part) / groups for part in (silent[:half], silent[half:])]
+        rows.append([run["seed"], f"{run['before']:.2f}", f"**{run['after']:.2f}**",
+                     *(f"{share:.0%}" for share in shares)])
+    return table(*rows)
+
+
+@block("lesson_03.json")
+def lesson_03(data):
+    """Success of the last third, largest ratio and last entropy, run by run, all seeds in a cell."""
+    rows = [["run", "success, seeds 0, 1, 2", "largest ratio", "entropy at the end"]]
+    for name in data["runs"][0]["final"]:
+        rows.append([name, ", ".join(f"{run['final'][name]:.2f}" for run in data["runs"]),
+                     ", ".join(f"{run['largest'][name]:.3g}" for run in data["runs"]),
+                     ", ".join(f"{run['runs'][name][-1]['entropy']:.2f}" for run in data["runs"])])
+    return table(*rows)
+
+
+@block("lesson_04.json")
+def lesson_04(data):
+    """Reward, success and KL of the last third, by kl_coef, all seeds in a cell."""
+    rows = [["`kl_coef`", "reward, seeds 0, 1, 2", "success", "KL, nats a token"]]
+    for kl_coef in data["runs"][0]["final"]:
+        rows.append([kl_coef, *(", ".join(f"{run['final'][kl_coef][key]:{form}}"
+                                          for run in data["runs"])
+                                for key, form in (("reward", ".2f"), ("success", ".2f"),
+                                                  ("kl", ".3f")))])
+    return table(*rows)
+
+
+@block("lesson_04.json")
+def lesson_04_estimators(data):
+    """Bias and noise of the estimators, as numbers and as gradients, of the first seed."""
+    rows = [["estimator", "bias", "noise", "gradient: size", "cosine with the KL's", "noise"]]
+    for name, row in data["runs"][0]["estimators"].items():
+        cosine = f"{row['cosine']:.3f}" if row["size"] > 1e-6 else "none"
+        rows.append([name, f"{row['bias']:+.4f}", f"{row['noise']:.3f}", f"{row['size']:.3f}",
+                     cosine, f"{row['gradient_noise']:.3f}"])
+    return table(*rows)
