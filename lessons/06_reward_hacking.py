@@ -14,6 +14,7 @@ turns are used up is paid 40. The second pays each piece of progress once (a pot
 of Ng, Harada and Russell 1999), so that a detour earns nothing.
 """
 import argparse
+from functools import partial
 
 from picture import draw
 from start import report, start_model
@@ -31,14 +32,14 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 NAME, ENV = "06_reward_hacking", "equations"
-STEPS = 24
+STEPS = 16
 TASKS, GROUP = 4, 8
 UPDATES = 2
 MAX_TURNS = 8  # room for detours: an equation takes at most three
 CALL, ANSWER = 5.0, 5.0
 CLIP_EPS = 0.2
 LEARNING_RATE, MAX_GRAD_NORM, LORA_R = 6e-3, 0.05, 16
-HELD_OUT = 50
+HELD_OUT = 40
 
 
 # -------------------------------------------------------------------------------- the two rewards
@@ -89,28 +90,47 @@ def train(model, tokenizer, reward, tasks, steps, seed, limits):
                "turns": sum(len(t.rewards) for t in episodes) / n}
 
 
+def quarters(rows):
+    """Return the means of each number over the four quarters of a run."""
+    size = max(1, len(rows) // 4)
+    parts = [rows[begin:begin + size] for begin in range(0, len(rows), size)]
+    return [{key: sum(row[key] for row in part) / len(part) for key in part[0]} for part in parts]
+
+
 def main(steps=STEPS, seed=0):
     """Train with each reward, show what to look at, and draw it."""
     tasks = load_tasks(ENV, "train", 10_000, seed)
     exam = drop_seen(load_tasks(ENV, "test", HELD_OUT, seed), tasks)
     limits = Limits(**recommended(ENV), max_turns=MAX_TURNS)
-    options = {"limits": limits, "seed": seed, "engine": make_engine}
-    print("\nThe same model learns from two rewards; means over a few steps. Watch the reward and "
-          "the\nsuccess together: whoever logs the reward alone sees two runs that work.\n")
-    print("reward   steps      reward  success  turns")
-    runs, before, after, third = {}, {}, {}, max(1, steps // 4)
+    examine = partial(evaluate, env_name=ENV, tasks=exam, limits=limits, seed=seed,
+                      engine=make_engine)
+    print(f"\nThe same model learns from two rewards, {steps} steps each; means over a quarter of "
+          "them.\nWatch reward and success together: the reward alone says that both runs work.\n")
+    print("reward   quarter   reward  success  turns")
+    runs, before, after = {}, {}, {}
     for name, reward in REWARDS.items():
         model, tokenizer = load_model(start_model(), lora_r=LORA_R, seed=seed)
-        before[name] = evaluate(model, tokenizer, ENV, exam, **options)["success"]
-        rows = runs[name] = []
-        for row in train(model, tokenizer, reward, tasks, steps, seed, limits):
-            rows.append(row)
-            if len(rows) % third == 0:
-                mean = {key: sum(row[key] for row in rows[-third:]) / third for key in row}
-                print(f"{name:8} {len(rows) - third + 1:2} to {len(rows):2} {mean['reward']:9.2f} "
-                      f"{mean['success']:8.2f} {mean['turns']:6.2f}", flush=True)
-        after[name] = evaluate(model, tokenizer, ENV, exam, **options)["success"]
+        before[name] = examine(model, tokenizer)["success"]
+        runs[name] = list(train(model, tokenizer, reward, tasks, steps, seed, limits))
+        for number, row in enumerate(quarters(runs[name]), 1):
+            print(f"{name:8} {number:7} {row['reward']:8.2f} {row['success']:8.2f} "
+                  f"{row['turns']:6.2f}", flush=True)
+        after[name] = examine(model, tokenizer)["success"]
     print()
+    is_gamed = []
+    for name, rows in runs.items():
+        first, last = quarters(rows)[0], quarters(rows)[-1]
+        if last["reward"] > first["reward"] and last["success"] < first["success"]:
+            is_gamed.append(name)
+        print(f"{name}: reward {first['reward']:.1f} to {last['reward']:.1f}, success "
+              f"{first['success']:.2f} to {last['success']:.2f}; on {len(exam)} held-out equations "
+              f"{before[name]:.2f} to {after[name]:.2f}.")
+    print(f"The reward rose while the success fell: {' and '.join(is_gamed) or 'in no run'}.\n")
+    numbers = range(1, steps + 1)
+    draw(NAME, *({"title": title, "x": "step", "y": label, "curves": {
+        name: (numbers, [row[key] for row in rows]) for name, rows in runs.items()}}
+        for key, title, label in (("reward", "what is paid", "reward of an episode"),
+                                  ("success", "what was meant", "share truly solved"))))
     report(NAME, seed, steps=steps, before=before, after=after, runs=runs)
 
 
