@@ -32,7 +32,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 NAME, ENV = "06_reward_hacking", "equations"
-STEPS = 16
+STEPS = 12
 TASKS, GROUP = 4, 8
 UPDATES = 2
 MAX_TURNS = 8  # room for detours: an equation takes at most three

@@ -31,13 +31,13 @@ import torch
 from torch.nn import functional as F
 
 NAME, ENV = "07_dpo", "equations"
-STEPS = 32
+STEPS = 24
 TASKS, GROUP = 120, 6  # episodes to make pairs of
 MIN_GAP = 0.5  # of the rewards of a pair
 BATCH = 8  # pairs of an update
 BETA = 0.1
 LEARNING_RATE, LORA_R = 4e-3, 16
-HELD_OUT_PAIRS, HELD_OUT_TASKS = 24, 60
+HELD_OUT_PAIRS, HELD_OUT_TASKS = 24, 40
 SHOW = 4  # steps between two rows of the table
 RUNS = {"DPO alone": 0.0, "with SFT term": 1.0}
 
