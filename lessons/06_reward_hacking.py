@@ -1,93 +1,113 @@
-"""Reward hacking: a reward that rises while the true success falls, and how it is mended.
+"""Reward hacking: rewards that rise while the true success falls, and one that cannot be gamed.
 
     python lessons/06_reward_hacking.py --seed 0
 
-The task is to solve an equation by tool calls, in at most MAX_TURNS turns, and to state the answer.
-"The agent shall use its tools", so somebody pays for them. Two rewards:
+The task is to solve an equation by tool calls in at most MAX_TURNS turns, and to state the answer.
+Three rewards, all of which pay the right answer. 3x + 7 = 16 takes two calls and an answer:
 
-    gamed      5 for every call that works                      + 5 for the right answer
-    mended     2 for every step by which the equation comes
-               closer to its solution than ever before          + 5 for the right answer
+    paid       + 5 for every call that works                 "the agent shall use its tools"
+    charged    - 3 for every call                            "the agent shall not waste calls"
+    progress   + 2 for every step by which the equation is closer to its solution than ever before
 
-3x + 7 = 16 takes two calls and an answer: 15 by the first reward. Adding and subtracting until the
-turns are used up is paid 40. The second pays each piece of progress once (a potential, in the words
-of Ng, Harada and Russell 1999), so that a detour earns nothing.
+So that it takes seconds, the policy is a table of 12 numbers: in each of 4 states (calls that are
+needed yet, 0 to 3) it chooses among 3 actions. The environment is the real one, and the update is
+that of lessons/02_grpo.py. The policy starts as the tiny model does: most of its calls are wrong.
 """
 import argparse
-from functools import partial
+import random
 
 from picture import draw
-from start import report, start_model
+from start import report
 
-from core.data import collate, draw_tasks
-from core.engine import make_engine
-from core.logprobs import token_logprobs
-from core.model import adamw, scheduled
-from envs import Limits, recommended
-from envs.tasks import drop_seen, load_tasks
-from agent import evaluate, rollout
-from lora import load_model
+from envs.equations import INVERSE, Equations
+from envs.tasks import load_tasks
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
-NAME, ENV = "06_reward_hacking", "equations"
-STEPS = 12
-TASKS, GROUP = 4, 8
-UPDATES = 2
-MAX_TURNS = 8  # room for detours: an equation takes at most three
-CALL, ANSWER = 5.0, 5.0
-CLIP_EPS = 0.2
-LEARNING_RATE, MAX_GRAD_NORM, LORA_R = 6e-3, 0.05, 16
-HELD_OUT = 40
-
-
-# -------------------------------------------------------------------------------- the two rewards
-def gamed(episode):
-    """Pay for every call that works, whether or not it helps, and for the right answer."""
-    calls = [message for message in episode.messages if message["role"] == "tool"
-             and message["name"] != "state_answer" and not message["content"].startswith("error")]
-    return CALL * len(calls) + ANSWER * episode.info["success"]
+NAME = "06_reward_hacking"
+STEPS = 60
+TASKS, GROUP = 8, 8
+MAX_TURNS = 8  # room for detours
+ANSWER, PAY, CHARGE = 5.0, 5.0, 3.0
+LEARNING_RATE = 0.1
+ACTIONS = ("help", "detour", "answer")
+# The chances of the actions at the start, where the equation is solved and where it is not.
+SOLVED, UNSOLVED = (0.0, 0.1, 0.9), (0.4, 0.55, 0.05)
 
 
-def mended(episode):
-    """Pay what the environment does: new progress, and the right answer."""
-    return episode.reward
+# ------------------------------------------------------------------------------ the three rewards
+def paid(episode):
+    """Pay for every call that works, whether or not it helps."""
+    return PAY * episode["calls"] + ANSWER * episode["success"]
 
 
-REWARDS = {"gamed": gamed, "mended": mended}
+def charged(episode):
+    """Charge for every call."""
+    return -CHARGE * episode["calls"] + ANSWER * episode["success"]
 
 
-# ---------------------------------------------------------------------------------------- the loop
-def train(model, tokenizer, reward, tasks, steps, seed, limits):
-    """Train by GRPO (lessons/02_grpo.py) on this reward; yield each step's numbers."""
-    optimizer = adamw(model, lr=LEARNING_RATE)
-    for step in range(steps):
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = scheduled(LEARNING_RATE, step, steps)
-        drawn = draw_tasks(tasks, seed, step, TASKS, 0, TASKS)
-        episodes = rollout(model, tokenizer, ENV, drawn, GROUP, step=step, seed=seed,
-                           limits=limits, engine=make_engine)
-        token_ids, mask, old_logprobs = collate(episodes)  # (B, T) each
-        rewards = torch.tensor([reward(t) for t in episodes])  # all that the update sees
+def progress(episode):
+    """Pay what cannot be repeated: the best that the episode has reached so far."""
+    return episode["progress"] + ANSWER * episode["success"]
+
+
+REWARDS = {"paid": paid, "charged": charged, "progress": progress}
+
+
+# ------------------------------------------------------------------------- playing, with a table
+def call_of(env, action):
+    """Return the tool and its argument by which the policy does this, where the environment is."""
+    best = env._best_call()  # the scripted expert's
+    name, value = best["name"], next(iter(best["arguments"].values()))
+    if action == "answer":
+        return "state_answer", value  # right only if the equation is solved
+    if name == "state_answer":
+        return "add_terms", "3"  # it is solved already: nothing helps
+    return (name if action == "help" else INVERSE[name]), value
+
+
+def play(task, logits, rng):
+    """Play an episode; return what the rewards may look at, and its choices (state, action)."""
+    env, choices, calls, text = Equations(), [], 0, []
+    env.reset(**task)
+    chances = logits.softmax(1).tolist()
+    for _ in range(MAX_TURNS):
+        state = env._distance()
+        action = rng.choices(range(len(ACTIONS)), chances[state])[0]
+        choices.append((state, action))
+        name, value = call_of(env, ACTIONS[action])
+        result = getattr(env, name)(value)
+        text.append(f"{name.partition('_')[0]} {value}")
+        if env.done:
+            break
+        calls += not result.startswith("error")
+    return {"success": env.solved, "calls": calls, "choices": choices, "turns": len(choices),
+            "progress": env.reward - ANSWER * env.solved, "text": ", ".join(text)}
+
+
+def train(reward, tasks, steps, seed):
+    """Train a table on this reward; yield each step's numbers, and an episode to read."""
+    rng = random.Random(seed)
+    logits = torch.tensor([SOLVED] + [UNSOLVED] * 3).clamp(min=1e-4).log().requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=LEARNING_RATE)
+    for _ in range(steps):
+        drawn = [task for task in rng.sample(tasks, TASKS) for _ in range(GROUP)]
+        episodes = [play(task, logits.detach(), rng) for task in drawn]
+        rewards = torch.tensor([reward(episode) for episode in episodes])  # all that teaches
         groups = rewards.view(TASKS, GROUP)
         std, mean = torch.std_mean(groups, 1, keepdim=True)
-        advantages = ((groups - mean) / (std + 1e-4)).view(-1, 1) * mask  # (B, T)
-        model.train()
-        for _ in range(UPDATES):
-            logprobs, _ = token_logprobs(model, token_ids, mask)  # (B, T)
-            ratio = (logprobs - old_logprobs).exp()
-            inside = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)
-            token_loss = -torch.min(ratio * advantages, inside * advantages)
-            loss = (token_loss.sum(1) / mask.sum(1)).mean()
-            loss.backward()
-            clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-        n = len(episodes)
-        yield {"reward": rewards.mean().item(),
-               "success": sum(t.info["success"] for t in episodes) / n,  # nobody is paid for it
-               "turns": sum(len(t.rewards) for t in episodes) / n}
+        advantages = ((groups - mean) / (std + 1e-4)).flatten().tolist()
+        loss = 0.0
+        for episode, advantage in zip(episodes, advantages):
+            states, actions = zip(*episode["choices"])
+            loss = loss - advantage * logits.log_softmax(1)[states, actions].mean()
+        optimizer.zero_grad()
+        (loss / len(episodes)).backward()
+        optimizer.step()
+        means = {key: sum(episode[key] for episode in episodes) / len(episodes)
+                 for key in ("success", "turns")}  # the first of which no reward can hide
+        yield ({"reward": rewards.mean().item(), **means},
+               f"{drawn[0]['equation']}: {episodes[0]['text']}")
 
 
 def quarters(rows):
@@ -99,39 +119,31 @@ def quarters(rows):
 
 def main(steps=STEPS, seed=0):
     """Train with each reward, show what to look at, and draw it."""
-    tasks = load_tasks(ENV, "train", 10_000, seed)
-    exam = drop_seen(load_tasks(ENV, "test", HELD_OUT, seed), tasks)
-    limits = Limits(**recommended(ENV), max_turns=MAX_TURNS)
-    examine = partial(evaluate, env_name=ENV, tasks=exam, limits=limits, seed=seed,
-                      engine=make_engine)
-    print(f"\nThe same model learns from two rewards, {steps} steps each; means over a quarter of "
-          "them.\nWatch reward and success together: the reward alone says that both runs work.\n")
-    print("reward   quarter   reward  success  turns")
-    runs, before, after = {}, {}, {}
+    tasks = load_tasks("equations", "train", 1000, seed)
+    print(f"\nThe same policy learns from three rewards, {steps} steps each: means over quarters.\n"
+          "Watch reward and success together: the reward alone says that all runs work.\n")
+    print("reward    quarter   reward  success  turns")
+    runs, last_episode = {}, {}
     for name, reward in REWARDS.items():
-        model, tokenizer = load_model(start_model(), lora_r=LORA_R, seed=seed)
-        before[name] = examine(model, tokenizer)["success"]
-        runs[name] = list(train(model, tokenizer, reward, tasks, steps, seed, limits))
-        for number, row in enumerate(quarters(runs[name]), 1):
-            print(f"{name:8} {number:7} {row['reward']:8.2f} {row['success']:8.2f} "
-                  f"{row['turns']:6.2f}", flush=True)
-        after[name] = examine(model, tokenizer)["success"]
-    print()
-    is_gamed = []
-    for name, rows in runs.items():
-        first, last = quarters(rows)[0], quarters(rows)[-1]
-        if last["reward"] > first["reward"] and last["success"] < first["success"]:
-            is_gamed.append(name)
-        print(f"{name}: reward {first['reward']:.1f} to {last['reward']:.1f}, success "
-              f"{first['success']:.2f} to {last['success']:.2f}; on {len(exam)} held-out equations "
-              f"{before[name]:.2f} to {after[name]:.2f}.")
-    print(f"The reward rose while the success fell: {' and '.join(is_gamed) or 'in no run'}.\n")
+        rows = runs[name] = []
+        for row, last_episode[name] in train(reward, tasks, steps, seed):
+            rows.append({key: round(value, 4) for key, value in row.items()})
+        for number, row in enumerate(quarters(rows), 1):
+            print(f"{name:9} {number:7} {row['reward']:8.2f} {row['success']:8.2f} "
+                  f"{row['turns']:6.2f}")
+    print("\nAn episode of the last step:")
+    for name, text in last_episode.items():
+        print(f"{name + ':':9} {text[:69]}")
+    ends = {name: (quarters(rows)[0], quarters(rows)[-1]) for name, rows in runs.items()}
+    gamed = [name for name, (first, last) in ends.items()
+             if last["reward"] > first["reward"] and last["success"] < first["success"]]
+    print(f"\nThe reward rose while the success fell: {' and '.join(gamed) or 'in no run'}.\n")
     numbers = range(1, steps + 1)
     draw(NAME, *({"title": title, "x": "step", "y": label, "curves": {
         name: (numbers, [row[key] for row in rows]) for name, rows in runs.items()}}
         for key, title, label in (("reward", "what is paid", "reward of an episode"),
                                   ("success", "what was meant", "share truly solved"))))
-    report(NAME, seed, steps=steps, before=before, after=after, runs=runs)
+    report(NAME, seed, steps=steps, gamed=gamed, last_episode=last_episode, runs=runs)
 
 
 if __name__ == "__main__":

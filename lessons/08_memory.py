@@ -162,7 +162,7 @@ def kv_cache(seed: int) -> tuple[int, int]:
 def main(seed=0):
     """Watch the four steps and a rollout, show what to look at, and draw it."""
     print(f"\nA step on {EPISODES} episodes of {TOKENS} tokens, in MB: counted from shapes, and "
-          "measured.\n'layers' and 'logits' are what the forward pass keeps for the backward pass; "
+          "measured.\n'layers' and 'logits' are what the forward pass keeps for the backward pass;"
           "\n'peak' is the most that was there at once. Watch which column is the largest.\n")
     print(" " * 19 + "".join(f"{part:>10}" for part in PARTS) + "  peak  CPU")
     rows = {}

@@ -101,7 +101,7 @@ def test_a_lesson_runs_at_toy_size(name, toy, capsys):
 
 @pytest.mark.parametrize("name, constants, options", [
     ("05_credit_over_turns", {}, {"steps": 2}),
-    ("06_reward_hacking", {}, {"steps": 1}),
+    ("06_reward_hacking", {}, {"steps": 2}),
     ("07_dpo", {"TASKS": 8, "GROUP": 4, "HELD_OUT_PAIRS": 2, "HELD_OUT_TASKS": 2, "BATCH": 2}, {"steps": 1}),
     ("08_memory", {"SHAPE": SMALL_SHAPE, "TOKENS": 32, "ROWS": 2, "PROMPT": 5, "NEW": 3}, {}),
 ])
@@ -136,23 +136,19 @@ def test_the_credits_of_lesson_5_are_those_of_grpo(monkeypatch):
 
 
 def test_the_rewards_of_lesson_6_by_hand(monkeypatch):
-    """Eight calls in a circle are paid better than the solution, unless progress alone is paid."""
-    from agent import Trajectory
-    from envs.equations import Equations
+    """Eight calls in a circle are paid 40 and the solution 15; a guess costs nothing, and the solution 1; progress pays 9 and 2."""
+    import random
+
+    import torch
     monkeypatch.syspath_prepend(FOLDER)
-    rewards = lesson(FOLDER / "06_reward_hacking.py").REWARDS
-
-    def play(*calls):
-        env = Equations()
-        env.reset("3x + 7 = 16")
-        messages = [{"role": "tool", "name": name, "content": getattr(env, name)(terms)} for name, terms in calls]
-        return Trajectory(messages=messages, reward=env.get_reward(), info={"success": env._check()})
-
-    straight = play(("subtract_terms", "7"), ("divide_terms", "3"), ("state_answer", "3"))
-    circle = play(*[("add_terms", "2"), ("subtract_terms", "2")] * 4)
-    refused = play(("divide_terms", "0"), ("state_answer", "4"))
-    assert [rewards["gamed"](t) for t in (straight, circle, refused)] == [15, 40, 0]
-    assert [rewards["mended"](t) for t in (straight, circle, refused)] == [9, 0, 0]
+    hacking = lesson(FOLDER / "06_reward_hacking.py")
+    help_, detour, answer = torch.eye(3) * 100
+    tables = {"solution": [answer, help_, help_, help_], "circle": [detour, help_, help_, help_], "guess": [answer] * 4}
+    rows = {}
+    for name, table in tables.items():
+        episode = hacking.play({"equation": "3x + 7 = 16"}, torch.stack(table), random.Random(0))
+        rows[name] = [reward(episode) for reward in hacking.REWARDS.values()] + [episode["success"], episode["turns"]]
+    assert rows == {"solution": [15, -1, 9, True, 3], "circle": [40, -24, 4, False, 8], "guess": [0, 0, 0, False, 1]}
 
 
 def test_the_loss_of_lesson_7_is_that_of_dpo(monkeypatch):
