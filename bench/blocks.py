@@ -227,8 +227,8 @@ def adapter_rounding(data):
 @block("lesson_05.json")
 def lesson_05(data):
     """Wrong signs of each credit, and what it teaches, all seeds in a cell."""
-    rows = [["credit", "useful turns with A < 0, seeds 0, 1, 2", "useless ones with A > 0",
-             "first game: steps to 0.9", "second game: chance to look, at the end"]]
+    rows = [["credit", "useful turns with A < 0, seeds 0 to 2", "useless, A > 0",
+             "first game: steps to 0.9", "second: chance to look"]]
     for name in data["runs"][0]["judged"]:
         judged = [run["judged"][name] for run in data["runs"]]
         chain, look = ([run["curves"][game][name] for run in data["runs"]]
@@ -243,32 +243,27 @@ def lesson_05(data):
 
 @block("lesson_06.json")
 def lesson_06(data):
-    """Reward, success and turns, first and last quarter of each run, all seeds in a cell."""
-    rows = [["reward", "paid, seeds 0, 1, 2", "success of these episodes", "turns",
-             "success on held-out equations"]]
+    """Reward, success and turns, from the first to the last quarter of each run, seed by seed."""
+    rows = [["reward", "seed", "reward of an episode", "success", "turns"]]
     for name in data["runs"][0]["runs"]:
-        cells = []
-        for key in ("reward", "success", "turns"):
-            form = ".1f" if key == "reward" else ".2f"
-            ends = []
-            for run in data["runs"]:
+        for run in data["runs"]:
+            cells = []
+            for key, form in (("reward", ".1f"), ("success", ".2f"), ("turns", ".1f")):
                 values = [row[key] for row in run["runs"][name]]
                 quarter = max(1, len(values) // 4)
                 parts = values[:quarter], values[-quarter:]
                 first, last = (sum(part) / quarter for part in parts)
-                ends.append(f"{first:{form}} to {last:{form}}")
-            cells.append(", ".join(ends))
-        held_out = (f"{run['before'][name]:.2f} to {run['after'][name]:.2f}"
-                    for run in data["runs"])
-        rows.append([name, *cells, ", ".join(held_out)])
+                cells.append(f"{first:{form}} to {last:{form}}")
+            rows.append([f"`{name}`", run["seed"], *cells])
     return table(*rows)
 
 
 @block("lesson_07.json")
 def lesson_07(data):
     """Accuracy, change of both likelihoods and success after each run, all seeds in a cell."""
-    rows = [["loss", "accuracy of held-out pairs, seeds 0, 1, 2", "log pi(chosen)",
-             "log pi(rejected)", "success before", "after"]]
+    seeds = ", ".join(str(run["seed"]) for run in data["runs"])
+    rows = [["loss", f"accuracy, seeds {seeds}", "log pi(chosen)", "log pi(rejected)",
+             "success before", "after"]]
     for name in data["runs"][0]["runs"]:
         last = [run["runs"][name][-1] for run in data["runs"]]
         rows.append([name, ", ".join(f"{row['accuracy']:.2f}" for row in last),
@@ -281,14 +276,13 @@ def lesson_07(data):
 
 @block("lesson_08.json")
 def lesson_08(data):
-    """MB of each part of a step, counted / measured, and its CPU time, all seeds in a cell."""
+    """MB of each part of a step, counted / measured, of the first seed: the others have the same."""
     parts = list(data["runs"][0]["rows"]["all weights"]["counted"])
-    rows = [["MB, counted / measured", *parts, "peak", "CPU seconds"]]
+    rows = [["MB, counted / measured", *parts, "peak"]]
     for name, row in data["runs"][0]["rows"].items():
-        seconds = [run["rows"][name]["seconds"] for run in data["runs"]]
         rows.append([name, *(f"{row['counted'][part] / 1e6:,.0f} / {row[part] / 1e6:,.0f}"
                              for part in parts),
-                     f"{row['peak'] / 1e6:,.0f}", ", ".join(f"{s:.0f}" for s in seconds)])
+                     f"{row['peak'] / 1e6:,.0f}"])
     return table(*rows)
 
 
