@@ -113,6 +113,10 @@ def rewrite(text: str) -> tuple[str, list[str], set[str]]:
             return match[0]
         function, files = BLOCKS[name]
         quoted.update(files)
+        missing = [file for file in files if not (RESULTS / file).exists()]
+        if missing:
+            problems.append(f"block {name}: bench/results has no {', '.join(missing)} yet")
+            return match[0]
         lines = "".join(line + "\n" for line in function(*(load(file) for file in files)))
         if lines != before:
             problems.append(f"block {name} differs from {', '.join(files) or 'the code'}")
@@ -141,7 +145,7 @@ def rewrite(text: str) -> tuple[str, list[str], set[str]]:
 def stale(files) -> list[str]:
     """Return a line for each quoted JSON whose settings are not those of today's code."""
     problems = []
-    for name in sorted(files):
+    for name in sorted(name for name in files if (RESULTS / name).exists()):
         stamped, today = load(name).get("settings"), fingerprint(settings_of(name))
         if stamped != today:
             problems.append(f"bench/results/{name}: settings {stamped}, today's are {today}; "
@@ -171,7 +175,7 @@ def main(argv=None) -> int:
             path.write_text(new)
             _, problems, _ = rewrite(new)
         lines += [f"{path.relative_to(ROOT)}: {problem}" for problem in problems]
-    lines += stale({name for name in quoted if (RESULTS / name).exists()})
+    lines += stale(quoted)
     print("\n".join(lines) or "every block and figure is as bench/results/ has it")
     return bool(lines)
 

@@ -57,7 +57,7 @@ def test_a_block_is_written_again_and_its_neighbours_stay(results):
 @pytest.mark.parametrize("page, problem", [
     ("<!-- begin nobody -->\n<!-- end nobody -->", "no function"), ("<!-- begin first_command -->\ntext", "do not pair"),
     ("<!-- = x.json command -->python x.py<!-- /= -->", "begins a line"), ("a <!-- = x.json nothing -->1<!-- /= -->", "KeyError"),
-    ("a <!-- = y.json nothing -->1<!-- /= -->", "FileNotFoundError")])
+    ("<!-- begin staleness -->\n<!-- end staleness -->", "has no staleness.json yet"), ("a <!-- = y.json nothing -->1<!-- /= -->", "FileNotFoundError")])
 def test_what_cannot_be_written_is_named(results, page, problem):
     new, problems, _ = pages.rewrite(page)
     assert new == page and len(problems) == 1 and problem in problems[0]
