@@ -2,7 +2,7 @@
 
     python bench/silent.py [--rounds 3] [--output FILE]
 
-Steps of grpo.py with the tiny model, untaught: 8 groups of 8 episodes of a turn of 64 tokens. In a share of the groups
+Steps of grpo.py with the tiny model, untaught: 8 groups of 8 episodes of a turn of 32 tokens. In a share of the groups
 all rewards are equal. The shares take turns, step by step, once with --kl_coef 0, where such groups are left out of the
 update, and once with 0.1, where they are not. Printed are the CPU seconds of scoring and update, which others on the
 machine disturb less than the clock. OMP_NUM_THREADS is taken as it is. The last line is JSON.
@@ -49,7 +49,7 @@ def measure(base, kl_coef, rounds) -> dict:
     grpo.collect_groups = paid
     with tempfile.TemporaryDirectory() as folder:
         grpo.train(grpo.Config(model_path=base, kl_coef=kl_coef, tasks_per_step=GROUPS, group_size=SIZE, max_turns=1,
-                               max_new_tokens=64, max_steps=len(shares), eval_tasks=0, batch_size=8, updates_per_step=1,
+                               max_new_tokens=32, max_steps=len(shares), eval_tasks=0, batch_size=8, updates_per_step=1,
                                learning_rate=0.0, save_every=10**6, record=0, output_dir=f"{folder}/run"))
     grpo.collect_groups = collect
     return seconds
@@ -71,7 +71,7 @@ def main():
             thing.save_pretrained(base)
         for kl_coef in (0.0, 0.1):
             seconds = measure(base, kl_coef, args.rounds)
-            result["cpu_seconds"][f"kl_coef {kl_coef}"] = {share: [round(x, 3) for x in of} for share, of in seconds.items()}
+            result["cpu_seconds"][f"kl_coef {kl_coef}"] = {share: [round(x, 3) for x in of] for share, of in seconds.items()}
             result["median"][f"kl_coef {kl_coef}"] = {share: round(median(of), 3) for share, of in seconds.items()}
             for share, value in result["median"][f"kl_coef {kl_coef}"].items():
                 print(f"kl_coef {kl_coef}, {share:.0%} of the groups silent: {value:.2f} s an update", flush=True)
