@@ -540,7 +540,7 @@ def test_a_policy_that_is_cut_or_calls_no_tool_is_told_before_the_first_step():
     assert first_notes({}, config, model, True, True) == ["note: --max_tokens 512 is more than the 511 tokens that the model was made for (max_position_embeddings)"]
 
 
-@pytest.mark.parametrize("words", ["-m extras.show ü.jsonl", "lora.py merge tiny ü"])
+@pytest.mark.parametrize("words", ["-m extras.show ü.jsonl", pytest.param("lora.py merge tiny ü", marks=pytest.mark.slow)])
 def test_programs_with_a_main_of_their_own_print_to_an_ascii_terminal_and_no_bars(words, tmp_path):
     """`lora.py merge` ended with a UnicodeEncodeError before it had merged, where a path had an umlaut."""
     (tmp_path / "ü.jsonl").write_text("")
