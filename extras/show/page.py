@@ -192,8 +192,7 @@ def equations(programs=PROGRAMS):
     found = []
     for program in ("grpo", "dpo", "sft", "reward_weighted"):
         path = programs / f"{program}.py"
-        text = path.read_text("utf-8") if path.is_file() else ""
-        tree = ast.parse(text)
+        tree = ast.parse(path.read_text("utf-8") if path.is_file() else "")
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         names = {name: function for name, (file, function) in FUNCTIONS.items() if file == program}
         for node in tree.body:
@@ -210,7 +209,7 @@ def equations(programs=PROGRAMS):
             line = next((node for node in body if isinstance(node, ast.Assign)
                          and ast.unparse(node.targets[0]) == "loss"), body[-1])
             found.append({"loss": loss, "file": path.name, "line": line.lineno,
-                          "code": " ".join(ast.get_source_segment(text, line).split())})
+                          "code": ast.unparse(line)})
     return found
 
 
