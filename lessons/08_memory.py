@@ -1,6 +1,6 @@
 """Where the bytes of a training step are: counted from shapes, measured, and made fewer.
 
-    python lessons/08_memory.py --seed 0        needs 4 GB of memory
+    python lessons/08_memory.py --seed 0        needs 4.3 GB of memory
 
 The model has the shape of SmolLM2-135M and random weights: nothing is downloaded. In float32 each
 number has 4 bytes, and of P weights, of which Q train, a step holds
@@ -75,12 +75,12 @@ class LiveBytes(TorchDispatchMode):
         self.live = nbytes(tensors)  # these are there already
         self.wide = 0  # bytes of new tensors that are as wide as the vocabulary
         self.known = weakref.WeakSet(tensor.untyped_storage() for tensor in tensors)
-        self.curve = [(time.process_time(), self.live)]
+        self.curve = [(time.process_time(), self.live)]  # after every operation
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        for tensor, storage in [(x, x.untyped_storage()) for x in tensors]:
+        for tensor in [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]:
+            storage = tensor.untyped_storage()
             if storage not in self.known:  # it is no view of another tensor
                 self.known.add(storage)
                 is_wide = tensor.shape[-1:] == (SHAPE["vocab_size"],)
@@ -124,7 +124,6 @@ def watched_step(seed: int, lines) -> dict:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad()
-
     token_ids = torch.randint(SHAPE["vocab_size"], (EPISODES, TOKENS))
     mask = (torch.arange(TOKENS) >= TOKENS // 2).long().expand(EPISODES, TOKENS)
     advantages = torch.randn(EPISODES, 1)
@@ -140,7 +139,8 @@ def watched_step(seed: int, lines) -> dict:
     return {"weights": nbytes(weights), "gradients": nbytes(p.grad for p in trained),
             "AdamW": nbytes(averages), "layers": kept - logits, "logits": logits,
             "peak": max(live), "seconds": seconds[-1] - seconds[0],
-            "curve": ([s - seconds[0] for s in seconds[::20]], [x / MB for x in live[::20]])}
+            "curve": ([s - seconds[0] for s in seconds[::20]],
+                      [max(live[i:i + 20]) / MB for i in range(0, len(live), 20)])}
 
 
 def nbytes(tensors) -> int:
