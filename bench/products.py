@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.learning import write_json  # noqa: E402
+
 SHAPES = {"tiny": (512, 128, 384), "SmolLM2-135M": (512, 576, 1536), "Qwen2.5-0.5B": (512, 896, 4864)}
 
 
@@ -38,7 +40,7 @@ def main():
             result["gflops"][label] = round(2e-6 * tokens * width * inner / ms, 1)
             print(f"{label}: {ms:.2f} ms, {result['gflops'][label]:.0f} GFLOP/s", flush=True)
     if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+        result = write_json(args.output, result)
     print(json.dumps(result))
 
 

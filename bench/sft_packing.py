@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.learning import write_json  # noqa: E402
 SIZES = (4, 8, 16)
 
 
@@ -68,7 +69,7 @@ def main():
             result[name][size] = shares([[row.token_ids for row in batch] for batch in make(rows, size, 0)])
             print(f"batches of {size}, {name}: {result[name][size]}", flush=True)
     if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+        result = write_json(args.output, result, args)
     print(json.dumps(result))
 
 

@@ -229,6 +229,11 @@ def test_memory(results, tmp_path):
     assert data["first_that_fits"]["4"] == {"Qwen2.5-toy": "plain, 8"}
 
 
+def test_products(results):
+    start("products", "--output", results / "products.json", results=results, SHAPES={"small": (8, 16, 32)})
+    assert set(written(results, "products")["gflops"]) == {"small, float32", "small, bfloat16", "small, float16"}
+
+
 @pytest.mark.slow
 def test_profile_step(tiny, results):
     start("profile_step", "--model_path", tiny, "--prompts", "1", "--tokens", "4", results=results)
@@ -259,6 +264,11 @@ def test_serving(tiny, results):
     pytest.importorskip("uvicorn")
     _, result = start("serving", "--model_path", tiny, "--clients", "1,2", "--tokens", "4", "--prompt", "8", "--rounds", "1", results=results)
     assert result["clients"]["2"]["server_over_engine"] > 0
+
+
+def test_sft_packing(results):
+    start("sft_packing", "--n", "20", "--output", results / "sft_packing.json", results=results)
+    assert written(results, "sft_packing")["conversations"] == 20
 
 
 @pytest.mark.slow
