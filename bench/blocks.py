@@ -214,6 +214,21 @@ def merging(data):
                     f"{data[way]['merge_kept']:.3f}"] for way, words in ways.items()))
 
 
+@block("client_loop.json")
+def client_loop(data):
+    """What becomes of an agent in a client's loop, by how its episodes ended in training."""
+    words = {"done": "`done`, at the tool that takes the answer",
+             "text": "a turn of text (`Stops`)"}
+    return table(
+        ["episodes in training ended by", "solved", "calls after the answer, mean (most)",
+         "the client's loop ended in words", "by a broken call", "not in 25 turns"],
+        *([words[name], f"{row['solved']:.2f}",
+           f"{row['calls_after_answer_mean']:.1f} ({row['calls_after_answer_max']})",
+           *(f"{row[how]:.2f}" for how in ("ended_in_words", "ended_by_broken_call",
+                                           "never_ended"))]
+          for name, row in data["runs"].items()))
+
+
 @block("adapter_rounding.json")
 def adapter_rounding(data):
     """How much of the gain of training an adapter keeps, by how it is applied in bfloat16."""

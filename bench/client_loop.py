@@ -6,7 +6,8 @@
 
 Each run is served by `python agent.py --serve`. A client plays held-out equations with OpenAI's
 package: it runs the tools that are called, and ends with a turn that calls none, or after 25 turns.
-It knows nothing of `done`. What it saw is in bench/results/client_loop.json.
+It knows nothing of `done`. What it saw is in bench/results/client_loop.json. A turn that opens a
+call and does not close it is a text, too, and ends the loop.
 """
 import argparse
 import json
@@ -23,7 +24,6 @@ sys.path.insert(0, str(ROOT))
 import envs  # noqa: E402
 from bench.learning import RESULTS, write_json  # noqa: E402
 from envs.equations import Equations  # noqa: E402
-from envs.steps import call as call_tool  # noqa: E402
 
 TURNS = 25
 RESULT = RESULTS / "client_loop.json"
@@ -62,27 +62,38 @@ class Stops(Equations):
         return f"x = {self.stated}" if self.stated else super()._expert()
 
 
+def tool_says(env, call) -> str:
+    """Return what a tool says in a client, which does not know that an episode can be over."""
+    try:
+        return getattr(env, call.function.name)(**json.loads(call.function.arguments))
+    except Exception as error:
+        return f"error: {error}"
+
+
 def play(client, task, tools, seed) -> dict:
-    """Play one task as a client does. Return what became of it."""
+    """Play one task as a client does. Return what became of it.
+
+    The loop ends by "words", by a "call" that cannot be read and so is a text, or by its "limit".
+    """
     env = Equations()
     messages = [{"role": "system", "content": env.system_prompt},
                 {"role": "user", "content": env.reset(**task)}]
-    names, answered = [], None
-    for turn in range(1, TURNS + 1):
+    names, ended = [], "limit"
+    for _ in range(TURNS):
         message = client.chat.completions.create(model="base", messages=messages, tools=tools,
                                                  seed=seed).choices[0].message
         messages.append(message)
-        for call in message.tool_calls or []:
-            said, _ = call_tool(env, call.function.name, json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
-            names.append(call.function.name)
-        if env.done and answered is None:
-            answered = turn
         if not message.tool_calls:
+            ended = "call" if "<tool_call>" in message.content else "words"
             break
-    stopped = not message.tool_calls
-    return {"turns": turn, "answered": answered, "solved": env.solved, "stopped": stopped,
-            "after": len(names) - names.index("state_answer") - 1 if answered else None}
+        for call in message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id,
+                             "content": tool_says(env, call)})
+            names.append(call.function.name)
+    after = None  # calls after the answer
+    if "state_answer" in names:
+        after = len(names) - names.index("state_answer") - 1
+    return {"solved": env.solved, "ended": ended, "after": after}
 
 
 def measure(folder: str, tasks: int) -> dict:
@@ -99,18 +110,16 @@ def measure(folder: str, tasks: int) -> dict:
                   for seed, task in enumerate(Equations._tasks("test", tasks, 0))]
     finally:
         server.kill()
-    answered = [game for game in played if game["answered"]]
-    after = [game["after"] for game in answered]
+    after = [game["after"] for game in played if game["after"] is not None]
     return {
         "tasks": tasks, "turns_allowed": TURNS,
         "solved": statistics.fmean(game["solved"] for game in played),
-        "answered": len(answered) / tasks,
-        "stopped_after_answer": sum(game["after"] == 0 and game["stopped"]
-                                    for game in answered) / max(1, len(answered)),
-        "never_stopped": statistics.fmean(not game["stopped"] for game in played),
+        "answered": len(after) / tasks,
+        "ended_in_words": statistics.fmean(game["ended"] == "words" for game in played),
+        "ended_by_broken_call": statistics.fmean(game["ended"] == "call" for game in played),
+        "never_ended": statistics.fmean(game["ended"] == "limit" for game in played),
         "calls_after_answer_mean": statistics.fmean(after) if after else None,
         "calls_after_answer_max": max(after, default=None),
-        "turns_mean": statistics.fmean(game["turns"] for game in played),
     }
 
 
