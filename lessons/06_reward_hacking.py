@@ -6,7 +6,7 @@ The task is to solve an equation by tool calls in at most MAX_TURNS turns, and t
 Three rewards, all of which pay the right answer. 3x + 7 = 16 takes two calls and an answer:
 
     paid       + 5 for every call that works                 "the agent shall use its tools"
-    charged    - 3 for every call                            "the agent shall not waste calls"
+    charged    - 3 for every call that works                 "the agent shall not waste calls"
     progress   + 2 for every step by which the equation is closer to its solution than ever before
 
 So that it takes seconds, the policy is a table of 12 numbers: in each of 4 states (calls that are
@@ -42,7 +42,7 @@ def paid(episode):
 
 
 def charged(episode):
-    """Charge for every call."""
+    """Charge for every call that works."""
     return -CHARGE * episode["calls"] + ANSWER * episode["success"]
 
 
