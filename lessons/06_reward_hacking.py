@@ -10,8 +10,8 @@ Three rewards, all of which pay the right answer. 3x + 7 = 16 takes two calls an
     progress   + 2 for every step by which the equation is closer to its solution than ever before
 
 So that it takes seconds, the policy is a table of 12 numbers: in each of 4 states (calls that are
-needed yet, 0 to 3) it chooses among 3 actions. The environment is the real one, and the update is
-that of lessons/02_grpo.py. The policy starts as the tiny model does: most of its calls are wrong.
+needed yet, 0 to 3) it chooses among 3 actions. The environment is the real one, and the advantages
+are those of lessons/02_grpo.py. The policy starts as the tiny model does: most calls are wrong.
 """
 import argparse
 import random
