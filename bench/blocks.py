@@ -313,6 +313,11 @@ def metrics():
     return lines
 
 
+def seeds_of(data) -> str:
+    """Return the seeds of a lesson's runs, as a table shows them."""
+    return ", ".join(str(run["seed"]) for run in data["runs"])
+
+
 @block("lesson_01.json")
 def lesson_01(data):
     """What a baseline does to the gradient's variance and to learning, seed by seed."""
@@ -341,7 +346,7 @@ def lesson_02(data):
 @block("lesson_03.json")
 def lesson_03(data):
     """Success of the last third, largest ratio and last entropy, run by run, all seeds in a cell."""
-    rows = [["run", "success, seeds 0, 1, 2", "largest ratio", "entropy at the end"]]
+    rows = [["run", f"success, seeds {seeds_of(data)}", "largest ratio", "entropy at the end"]]
     for name in data["runs"][0]["final"]:
         rows.append([name, ", ".join(f"{run['final'][name]:.2f}" for run in data["runs"]),
                      ", ".join(f"{run['largest'][name]:.3g}" for run in data["runs"]),
@@ -352,7 +357,7 @@ def lesson_03(data):
 @block("lesson_04.json")
 def lesson_04(data):
     """Reward, success and KL of the last third, by kl_coef, all seeds in a cell."""
-    rows = [["`kl_coef`", "reward, seeds 0, 1, 2", "success", "KL, nats a token"]]
+    rows = [["`kl_coef`", f"reward, seeds {seeds_of(data)}", "success", "KL, nats a token"]]
     for kl_coef in data["runs"][0]["final"]:
         rows.append([kl_coef, *(", ".join(f"{run['final'][kl_coef][key]:{form}}"
                                           for run in data["runs"])
