@@ -70,14 +70,13 @@ def server(url, prompts, tokens):
 
 def start(model_path):
     """Start our server. Return its process and its address."""
-    process = subprocess.Popen([sys.executable, "agent.py", "--serve", "--port", "0", "--env", "none", "--model_path", model_path],
-                               cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        found = re.match(r"(http://\S+):", line)
-        if found:
-            break
-    else:
+    process = subprocess.Popen([sys.executable, "-u", "agent.py", "--serve", "--port", "0", "--env", "none", "--model_path", model_path],
+                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    found = next(filter(None, (re.search(r"(http://[\d.]+:\d+)", line) for line in process.stdout)), None)
+    if not found:
         raise RuntimeError("the server has not started")
+    # What it says afterwards is read, or its pipe would fill.
+    threading.Thread(target=process.stdout.read, daemon=True).start()
     end = time.monotonic() + 60
     while time.monotonic() < end:
         try:
