@@ -81,7 +81,7 @@ PLACES = {"output_dir", "overwrite", "resume", "seed", "save_every", "eval_every
           "show_every", "report_to", "unsafe_code"}
 # And these arguments of scripts say which of several measurements are made, and how often.
 NOT_SETTINGS = {"seeds", "seed", "rounds", "repeats", "only", "shapes", "parts", "threads", "rates",
-                "cases", "families", "clients", "runs", "kills", "every", "points"}
+                "cases", "families", "clients", "runs", "kills", "every", "points", "n"}
 # Of a JSON that is not named like its script: that script, and what it was called with.
 SCRIPTS = {"real_model_h200": ("real_model", {"grpo_steps": 40}), "gpu_h200": ("gpu", {}),
            "gpu_h100_80gb_hbm3": ("gpu", {}), "kills_sft": ("kills", {}),
