@@ -80,14 +80,15 @@ def train(model, tokenizer, tasks, steps, seed):
         rewards = torch.tensor([t.reward for t in batch]).view(TASKS, GROUP)
         by_group = group_advantages(rewards)
         advantages = by_group.view(-1, 1) * mask  # (B, T)
+        taught = [i for i, a in enumerate(advantages) if a.any()]  # the others have no gradient
 
         # 3. Update. The loss is a mean over the tokens of each episode, then over the episodes.
         model.train()
         for update in range(UPDATES):
             ratios = []
             with merged_to_train(model):  # the very weights that sampled: the first ratio is 1
-                for start in range(0, len(batch), MICRO_BATCH):
-                    rows = slice(start, start + MICRO_BATCH)
+                for first in range(0, len(taught), MICRO_BATCH):
+                    rows = taught[first:first + MICRO_BATCH]  # b episodes
                     logprobs, _ = token_logprobs(model, token_ids[rows], mask[rows])  # (b, T)
                     token_loss, ratio = clipped_loss(
                         logprobs, old_logprobs[rows], advantages[rows])
@@ -98,7 +99,7 @@ def train(model, tokenizer, tasks, steps, seed):
             if grad_norm:  # of 0, Adam would still repeat its last steps
                 optimizer.step()
             optimizer.zero_grad()
-        distance = (torch.cat(ratios) - 1).abs()  # of the last update
+        distance = (torch.cat(ratios or [torch.ones(1)]) - 1).abs()  # of the last update
         yield {"reward": rewards.mean().item(),
                "success": sum(t.info["success"] for t in batch) / len(batch),
                "silent": int((by_group == 0).all(1).sum()),
