@@ -76,8 +76,7 @@ def test_every_script_is_started():
 def test_first_command_and_its_controls(tiny, results, tmp_path):
     """Shuffled rewards, a learning rate of 0 and SFT alone, too; a second call runs nothing again."""
     out = tmp_path / "out"
-    words = ["--seeds", "0", "--controls", "0", "--out", out, "--results", results, "--", "--model_path", tiny, *SHORT[:6], "--max_samples", "20",
-             "--max_steps", "2"]
+    words = ["--seeds", "0", "--controls", "0", "--out", out, "--results", results, "--", "--model_path", tiny, *SHORT, "--max_steps", "2"]
     printed, result = start("first_command", *words, results=results)
     run, controls = result["runs"][0], result["controls"]["seed 0"]
     assert run["seed"] == 0 and len(run["success"]) == 2 and run["seconds"] > 0 and run["success_before"] == 0
