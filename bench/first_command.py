@@ -143,7 +143,8 @@ def main(argv=None):
         rows.append(run("grpo.py", args.out / f"seed{seed}", "--seed", seed, *args.words))
         shown = {name: rows[-1][name] for name in ("success_before", "success_after", "seconds")}
         print(f"seed {seed}: {json.dumps(shown)}", flush=True)
-    today = fingerprint(settings())
+    more = {"flags": args.words} if args.words else {}  # then it is not the first command
+    today = fingerprint(settings() | more)
     before = json.loads(path.read_text()) if path.exists() else {}
     controls = before.get("controls", {}) if before.get("settings") == today else {}
     for row in rows:
