@@ -41,10 +41,12 @@ class Signals:
                 # Under nohup SIGHUP is ignored, and so it stays.
                 if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
                     self.previous[signum] = signal.signal(signum, self.handle)
+        self.print_unraisable, sys.unraisablehook = sys.unraisablehook, self.send_again
         return self
 
     def __exit__(self, kind, error, traceback):
         Signals.active = None
+        sys.unraisablehook = self.print_unraisable
         for signum, handler in self.previous.items():
             signal.signal(signum, handler)
         if end := self.end_of(error):
@@ -59,6 +61,13 @@ class Signals:
         with suppress(OSError):
             # print() may not be called again while it is interrupted, os.write() may.
             os.write(2, NOTICE)
+
+    def send_again(self, unraisable):
+        """Send a signal again that came in a callback of a weak reference: its Stop is forgotten."""
+        if not isinstance(unraisable.exc_value, Stop):
+            return self.print_unraisable(unraisable)
+        signum, self.signum = self.signum, None
+        threading.Timer(0.1, os.kill, [os.getpid(), signum]).start()
 
     def stop(self):
         """Return the Stop that ends the process."""

@@ -122,13 +122,9 @@ def next_command(program, config, *words):
 
 
 def changed_flags(config):
-    """Return the names of the flags that differ from their defaults."""
-    changed = []
-    for name, option in options(type(config)).items():
-        default = option.default(config) if callable(option.default) else option.default
-        if getattr(config, name) != default:
-            changed.append(name)
-    return changed
+    """Return the names of the flags that differ from their defaults. A measured one has none."""
+    return [name for name, option in options(type(config)).items()
+            if not callable(option.default) and getattr(config, name) != option.default]
 
 
 def idle_notes(config):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import programs
@@ -472,3 +473,16 @@ def test_nohup_keeps_ignoring_sighup():
             "with Signals():\n    os.kill(os.getpid(), signal.SIGHUP)\nprint('went on')")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "went on\n"
+
+
+def test_a_signal_in_a_callback_of_a_weak_reference_ends_the_program_too(capsys):
+    """Python prints what such a callback raises and goes on: Ctrl-C during the schooling was lost in torch's."""
+    class Object:
+        pass
+    thing = Object()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Stop, match="^stopped by SIGINT$") as stopped, Signals():
+        del thing
+        assert reference() is None
+        time.sleep(5)
+    assert stopped.value.code == 130 and capsys.readouterr().err == ""
