@@ -32,31 +32,37 @@ def between(values, form="") -> str:
     return low if low == high else f"{low} to {high}"
 
 
-IN_FRONT = "first_command.json", "vs_trl.json", "real_model_h200.json", "gsm8k.json"
+IN_FRONT = ("first_command.json", "vs_trl.json", "gpu_h100_80gb_hbm3.json", "real_model_h200.json",
+            "gsm8k.json")
 
 
-def front_page(first, speed, real, gsm8k) -> list[list[str]]:
+def front_page(first, speed, gpu, real, gsm8k) -> list[list[str]]:
     """Return (figure, command, page) of each row of README's table."""
     def success(runs):
         before, after = ([run[f"success_{when}"] for run in runs] for when in ("before", "after"))
         return f"{statistics.fmean(before):.2f} → **{statistics.fmean(after):.2f}**"
 
-    def times(kind, name="time_ratio"):
-        return [one[name] for one in speed["measurements"] if one["bfloat16"] == kind]
+    def times(kind):
+        taken = [one for one in speed["measurements"] if one["bfloat16"] == kind]
+        same = [one["same_dtype"]["time_ratio"] for one in taken if "same_dtype" in one]
+        return (f"**{between([one['time_ratio'] for one in taken], '.1f')}** x "
+                f"({between(same, '.1f')} x), {between([m['memory_ratio'] for m in taken], '.2f')}")
 
     exams = gsm8k["held_out"]
     after = [exam["pass@1"] for name, exam in exams.items() if name.startswith("grpo")]
     minutes = [run["seconds"] / 60 for run in first["runs"]]
-    memory = times("fast", "memory_ratio") + times("slow", "memory_ratio")
+    card = gpu["shapes"]["0.5B"]["trl"]
     trl = "`python bench/vs_trl.py`", "[speed](bench/README.md)"
     return [
         [success(first["runs"]), "`python grpo.py`", "[tutorial](docs/tutorial.md)"],
         [f"{between(minutes, '.1f')} min", "`python grpo.py`", "[tutorial](docs/tutorial.md)"],
-        [f"**{between(times('fast'), '.1f')}** x", *trl],
-        [f"**{between(times('slow'), '.1f')}** x", *trl],
-        [between(memory, ".2f"), *trl],
+        [times("fast"), *trl],
+        [times("slow"), *trl],
+        [f"**{card['time_ratio']:.1f}** x ({card['same_dtype']['time_ratio']:.1f} x), "
+         f"{card['memory_ratio']:.2f}", "`python bench/gpu.py --parts trl`",
+         "[GPU](bench/log/gpu.md)"],
         [success([seed["rows"]["grpo"] for seed in real["seeds"]]),
-         "`python bench/real_model.py`", "[GRPO](docs/grpo.md)"],
+         "`python bench/real_model.py --grpo_steps 40`", "[GRPO](docs/grpo.md)"],
         [f"{exams['sft']['pass@1']:.3f} → **{between(after, '.3f')}**",
          "`python bench/gsm8k.py`", "[GSM8K](bench/log/gsm8k.md)"],
         ["1e-9", "`pytest tests/core/test_grpo_equations.py tests/test_dpo.py`",
@@ -65,16 +71,17 @@ def front_page(first, speed, real, gsm8k) -> list[list[str]]:
 
 @block(*IN_FRONT)
 def results(first, *others):
-    """README's table: one figure a row."""
+    """README's table."""
     seeds = len(first["runs"])
     rows = [f"equations solved, of 200 held out: the tiny model, mean of {seeds} seeds",
             "the time it takes on two cores",
-            "times faster a GRPO step of SmolLM2-135M is than with TRL 1.16 + PEFT, on cores that "
-            "multiply faster in bfloat16 than in float32",
-            "the same on cores that multiply slower in bfloat16", "its memory, as a share of TRL's",
-            "equations solved by SmolLM2-135M: 40 steps on an H200, mean of 3 seeds",
+            "a GRPO step of SmolLM2-135M on a CPU that is fast in bfloat16: speed relative to TRL + "
+            "PEFT without vLLM (to TRL in our dtype), and memory",
+            "the same on a CPU that is slow in bfloat16",
+            "the same on an H100, at Qwen2.5-0.5B's shape",
+            "equations solved by SmolLM2-135M, of 100 held out: 40 steps on an H200, three seeds",
             "GSM8K solved by SmolLM2-135M, of 400 held out: 40 steps after SFT, two seeds",
-            "losses and gradients, largest difference from TRL's in float64"]
+            "losses and gradients equal TRL's, in float64, to a relative"]
     return table(["what", "figure", "command", "more"],
                  *([words, *row] for words, row in zip(rows, front_page(first, *others))))
 
@@ -83,13 +90,15 @@ def results(first, *others):
 def results_zh(first, *others):
     """The same table in README.zh.md."""
     rows = [f"微型模型解出的方程（200 道留出题，{len(first['runs'])} 个种子的平均）", "在两个 CPU 核上所需时间",
-            "SmolLM2-135M 的一步 GRPO 比 TRL 1.16 + PEFT 快多少倍：bfloat16 乘法快于 float32 的 CPU",
-            "同上，bfloat16 乘法更慢的 CPU", "内存占 TRL 的比例",
-            "SmolLM2-135M 解出的方程：H200 上 40 步，3 个种子的平均",
+            "SmolLM2-135M 的一步 GRPO，在 bfloat16 较快的 CPU 上：速度相对 TRL + PEFT（不用 vLLM；"
+            "括号内为相同精度的 TRL），以及内存之比",
+            "同上，在 bfloat16 较慢的 CPU 上", "同上，在 H100 上，Qwen2.5-0.5B 的形状",
+            "SmolLM2-135M 解出的方程（100 道留出题）：H200 上 40 步，三个种子",
             "SmolLM2-135M 解出的 GSM8K（400 道留出题）：SFT 之后 40 步，两个种子",
-            "损失与梯度同 TRL 的最大差异（float64）"]
-    return table(["内容", "数值", "命令", "详情"],
-                 *([words, *row] for words, row in zip(rows, front_page(first, *others))))
+            "损失与梯度同 TRL 一致（float64），相对误差"]
+    lines = table(["内容", "数值", "命令", "详情"],
+                  *([words, *row] for words, row in zip(rows, front_page(first, *others))))
+    return [line.replace(" to ", " – ").replace(" min |", " 分钟 |") for line in lines]
 
 
 @block("first_command.json")
