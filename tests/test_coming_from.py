@@ -1,6 +1,8 @@
 """What people typed elsewhere: each literal command works here, or one line names ours; docs/coming-from.md says what to type."""
 import re
 import shlex
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,8 @@ from test_readme import ROOT, check_command, parses_only  # noqa: F401  (a fixtu
 
 PROGRAMS = {"grpo": grpo, "sft": sft, "dpo": dpo, "agent": agent_program, "reward_weighted": reward_weighted}
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
-ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| there")]
+CELLS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| there")]
+ROWS = [cells for cells in CELLS if len(cells) == 2]  # the table of defaults has three columns
 HERE = sorted({span for _, here in ROWS for span in re.findall(r"`((?:python|torchrun) [^`]+)`", here)})
 # A command of TRL, verifiers, AReaL, mini-agentic-rl, retrain, verl or the course, its words typed at one of our programs: None where
 # it is understood, or words that the one line holds.
@@ -23,16 +26,16 @@ TYPED = [
     # TRL: the examples in its README and at the top of its scripts.
     ("sft --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/Capybara --output_dir Qwen2.5-0.5B-SFT", ["--model_path?", "--dataset?"]),
     ("sft --learning_rate 2.0e-5 --num_train_epochs 1 --packing --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --eos_token '<|im_end|>' "
-     "--eval_strategy steps --eval_steps 100 --push_to_hub", ["--num_epochs?", "nothing has to be packed", "--batch_size?", "special tokens", "--eval_every", "lora.py push"]),
+     "--eval_strategy steps --eval_steps 100 --push_to_hub", ["--num_epochs?", "nothing has to be packed", "--batch_size x --gradient_accumulation_steps", "special tokens", "--eval_every", "lora.py push"]),
     ("sft --use_peft --lora_r 32 --lora_alpha 16", ["--lora_r?"]),
     ("sft --assistant_only_loss", ["only assistant turns"]), ("sft --max_length 2048", None), ("sft --max_seq_length 2048", ["--max_tokens?"]), ("sft --loss_type dft", ["cross-entropy"]),
     ("dpo --dataset_name trl-lib/ultrafeedback_binarized --learning_rate 5.0e-7 --max_steps 1000 --no_remove_unused_columns", ["--dataset?", "unused columns"]),
     ("dpo --loss_type sigmoid --beta 0.1", None), ("dpo --loss_type bco_pair", None), ("dpo --rpo_alpha 1.0", None), ("dpo --precompute_ref_log_probs", ["started from"]),
     ("grpo --report_to wandb", None), ("agent --report_to wandb", ["four training programs"]), ("grpo --use_vllm True", ["--sampler?"]), ("grpo --use_vllm --vllm_mode colocate", ["--sampler?"]),
-    ("grpo --bf16", ["--dtype bfloat16"]), ("grpo --bf16 True", ["--dtype bfloat16"]), ("grpo --per_device_train_batch_size 8 --num_generations 8", ["--batch_size?"]), ("grpo --lr 1e-5", ["--learning_rate?"]),
+    ("grpo --bf16", ["--dtype bfloat16"]), ("grpo --bf16 True", ["--dtype bfloat16"]), ("grpo --per_device_train_batch_size 8 --num_generations 8", ["--tasks_per_step x --group_size", "memory alone"]), ("grpo --loss_type bnpo", ["--loss bnpo: dapo is bnpo"]), ("grpo --lr 1e-5", ["--learning_rate?"]),
     ("grpo --reward_funcs accuracy_reward", ["--rewards?"]), ("grpo --reward_funcs accuracy_reward think_format_reward", ["a,b", "--rewards?"]), ("grpo --lora_target_modules q_proj v_proj", ["a,b"]),
     ("grpo --loss_type dapo", None), ("grpo --loss_type dr_grpo --scale_rewards none", None), ("grpo --epsilon 0.2 --epsilon_high 0.28 --beta 0.04", ["--clip_eps_low?", "--clip_eps_high?", "--kl_coef?"]),
-    ("grpo --max_prompt_length 512 --max_completion_length 1024", ["--max_tokens?", "--max_new_tokens?"]), ("grpo --num_iterations 2", ["--updates_per_step?"]),
+    ("grpo --max_prompt_length 512 --max_completion_length 1024", ["--max_tokens?"]), ("grpo --num_iterations 2", ["--updates_per_step?"]),
     ("grpo --steps_per_generation 4 --generation_batch_size 64", ["--tasks_per_step x --group_size"]), ("grpo --mask_truncated_completions True", ["stop_reason"]),
     ("grpo --top_entropy_quantile 0.2", ["not built"]), ("grpo --log_completions --logging_steps 1", ["every step is logged"]), ("grpo --importance_sampling_level sequence", ["--loss gspo"]),
     ("grpo --vllm_importance_sampling_cap 2", ["--importance_correction?"]), ("grpo --temperature 0.7 --top_p 0.95", ["agent.py has --top_p"]), ("grpo --activation_offloading", ["--memory small"]),
@@ -99,3 +102,20 @@ def test_the_page_has_a_table_for_each_project():
     assert len(ROWS) > 45 and len(HERE) > 35 and len(TYPED) > 60
     for name in ("TRL", "verifiers", "AReaL", "mini-agentic-rl", "retrain", "discrete actions", "course"):
         assert re.search(f"^## .*{name}", PAGE, re.M)
+
+
+def test_the_defaults_that_differ_are_those_of_both():
+    """TRL's are read in its source: to import it takes ten seconds."""
+    spec = find_spec("trl")
+    if not spec:
+        pytest.skip("needs trl")
+    source = (Path(spec.origin).parent / "trainer" / "grpo_config.py").read_text()
+
+    def theirs(name):
+        return re.search(rf"^    {name}: .*? = field\(\n        default=(.+?),$", source, re.M)[1].strip('"')
+    ours, table = grpo.settle(grpo.Config(model_path="path/to/model")), {cells[0]: cells[1:] for cells in CELLS if len(cells) == 3}
+    assert table["loss"][0] == f"`{theirs('loss_type')}`" and table["loss"][1].startswith(f"`{ours.loss}`")
+    assert table["weights, peak learning rate"] == [f"all, {theirs('learning_rate')}", "LoRA of rank 16, 2e-4; with `--lora_r 0` 1e-6"]
+    assert (ours.lora_r, ours.learning_rate, grpo.settle(grpo.Config(model_path="path/to/model", lora_r=0)).learning_rate) == (16, 2e-4, 1e-6)
+    assert theirs("vllm_importance_sampling_mode") == "sequence_mask" and theirs("max_tool_calling_iterations") == "None"
+    assert f"above {theirs('vllm_importance_sampling_clip_max')} " in table["correction of the sampler"][0]

@@ -258,9 +258,9 @@ def test_help_says_that_the_environments_lengths_come_first(module, name):
 
 
 @pytest.mark.parametrize("line, hint", [
-    ("--lr 1", "--learning_rate"), ("--per_device_train_batch_size 1", "--batch_size"), ("--lora_rank 8", "--lora_r"),
+    ("--lr 1", "--learning_rate"), ("--micro_batch_size 1", "--batch_size"), ("--use_bias_correction_kl", "--kl_estimator k3_ratio"), ("--lora_rank 8", "--lora_r"),
     ("--kl_beta 1", "--kl_coef"), ("--kl 1", "--kl_coef"), ("--beta 1", "--kl_coef"), ("--model_name_or_path x", "--model_path"),
-    ("--max_completion_length 9", "--max_new_tokens"), ("--max_prompt_length 9", "--max_tokens"), ("--epsilon 1", "--clip_eps_low"),
+    ("--max_completion_length 9", "--max_tokens"), ("--response_length 9", "--max_new_tokens"), ("--max_prompt_length 9", "--max_tokens"), ("--epsilon 1", "--clip_eps_low"),
     ("--num_train_epochs 2", "--num_epochs"), ("--bf16", "--dtype bfloat16"), ("--num-iterations 2", "--updates_per_step"),
     ("--torch_dtype x", "--dtype"), ("--target_modules x", "--lora_target_modules"), ("--save_steps 1", "--save_every"),
     ("--rollout_batch_size 8", "--tasks_per_step"), ("--adv_estimator rloo", "--credit"),

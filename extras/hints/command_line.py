@@ -15,7 +15,7 @@ from extras.presence import has
 
 LINES = Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines()
 SYNONYMS = {meant: words.split() for meant, words in (line.split(": ") for line in LINES)}
-NOT_HERE = {}  # a flag of another library or program -> the sentence that answers it
+NOT_HERE = {}  # a flag of another library, or flag=value of it -> the sentence that answers it
 for entry in re.split(r"\n(?! )", Path(__file__).with_name("not_here.txt").read_text("utf-8")):
     names, _, sentence = entry.partition(":")
     NOT_HERE |= dict.fromkeys(names.split(), " ".join(sentence.split()))
@@ -48,6 +48,8 @@ def parse(config_class, argv, description=""):
                         f"you trust it, add {shlex.join(code)} to the command")
     for name, text in vars(given).items():
         option = flags[name]
+        if answer := NOT_HERE.get(f"{name}={text}"):
+            raise UserError(f"--{name} {text}: {answer}")
         # None means that an auto flag was not given. There "none" is a value like others.
         is_none = option.optional and not option.auto and text.lower() in ("none", "null")
         values[name] = convert(None if is_none else text, option, f"--{name}")
