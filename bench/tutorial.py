@@ -1,6 +1,6 @@
 """Do the runs of chapter 3 of docs/tutorial.md with three seeds.
 
-    python bench/tutorial.py                 6 minutes of one core; what is done is not repeated
+    python bench/tutorial.py                 4 minutes of one core; what is done is not repeated
     python bench/tutorial.py --minutes 4     stops before a run that would begin later
 
 The commands and the environment are those of the page, with --seed and a folder of each seed added.
@@ -16,11 +16,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.learning import Clock, series, write_json  # noqa: E402
+from bench.learning import Clock, processor, series, write_json  # noqa: E402
 from bench.notebook import PAGE, blocks, commands  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
-RUNS = {"sft": "sft.py", "guess": "grpo.py"}  # by folder: the programs of chapter 3
+RUNS = {"sft": "sft.py", "calendar": "grpo.py"}  # by folder: the programs of chapter 3
 
 
 def files_and_commands():
@@ -85,11 +85,16 @@ def main(argv=None):
                     return print(f"stopped before {name}, seed {seed}")
                 path.write_text(json.dumps(run(name, words, out / f"seed{seed}", seed)))
             rows[name][seed] = json.loads(path.read_text())
+    learned = rows["calendar"].values()
+    seconds = [sum(rows[name][seed]["cpu_seconds"] for name in rows) for seed in rows["sft"]]
     write_json(results / "tutorial.json", {
         "command": "python bench/tutorial.py", "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} shared cores, no GPU, on "
+        "machine": f"{processor()['cpu']}, {os.cpu_count()} shared cores, no GPU, on "
                    f"{os.environ.get('OMP_NUM_THREADS', 'as many as there are')} thread(s)",
-        "rows": rows})
+        "commands": {name: " ".join(words) for name, words in runs.items()},
+        "before": [row["success_before"] for row in learned],
+        "after": [row["success_after"] for row in learned],
+        "cpu_seconds": [round(value, 1) for value in seconds], "rows": rows})
 
 
 if __name__ == "__main__":

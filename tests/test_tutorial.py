@@ -172,12 +172,13 @@ def test_the_tutorial_shows_what_it_says(chosen, checkout, monkeypatch, capsys):
         reward = [notebook.shown[1][when]["reward"] for when in ("before", "after")]
         assert reward[1] > 1.2 * reward[0]
     else:
-        assert successes[0][1] > 0.4 and successes[1][1] > 0.4  # GRPO's gain is not told apart (bench/tutorial.py)
+        # Three seeds: from 0.18 to 0.24 after SFT, from 0.74 to 0.97 after GRPO (bench/tutorial.py).
+        assert successes[0][1] < 0.35 and successes[1][0] < 0.35 and successes[1][1] > 0.6
 
 
 def test_the_bench_runs_the_commands_of_the_page(tiny, probed_once, tmp_path, monkeypatch):
     _, runs = tutorial.files_and_commands()
-    assert list(runs) == ["sft", "guess"] and "runs/sft" in runs["guess"]
+    assert list(runs) == ["sft", "calendar"] and "runs/sft" in runs["calendar"]
     monkeypatch.chdir(tmp_path)
     shrink(monkeypatch)
     tutorial.main(["--seeds", "3", "--out", "out", "--results", "results"])
@@ -185,7 +186,8 @@ def test_the_bench_runs_the_commands_of_the_page(tiny, probed_once, tmp_path, mo
     tutorial.main(["--seeds", "3", "--out", "out", "--results", "results", "--minutes", "0"])  # nothing is left to do
     report = json.loads((tmp_path / "results" / "tutorial.json").read_text())
     assert report["settings"] == fingerprint(tutorial.settings())
-    assert report["rows"]["guess"]["3"]["steps"] == 1
+    assert report["rows"]["calendar"]["3"]["steps"] == 1
+    assert report["after"] == [report["rows"]["calendar"]["3"]["success_after"]]
 
 
 def test_the_runs_of_chapter_4_are_those_that_were_measured():
