@@ -1,4 +1,4 @@
-"""The conformance test of an environment. Those of this project pass it, and yours gets it too:
+"""The conformance test of an environment, which those of this project pass.
 
     python -m extras.check my_env.py:MyEnv [--tasks tasks.jsonl]
 
@@ -43,6 +43,11 @@ class Conformance:
     def __init__(self, setup: Setup):
         self.setup = setup
         self.held_out = setup.tasks("test", EPISODES)
+
+    @property
+    def lacks_rows(self) -> bool:
+        """True if the tasks are empty: they are of no file, and the environment makes none."""
+        return not (self.setup.config.tasks or hasattr(self.setup.cls, "_tasks"))
 
     @cached_property
     def tools(self) -> list[dict]:
@@ -220,6 +225,8 @@ class Conformance:
                     is_passed, reason = check(*arguments)
                 except (UserError, EnvironmentFault) as error:
                     is_passed, reason = False, " ".join(str(error).split())
+                    if self.lacks_rows and isinstance(error.__cause__, KeyError):
+                        reason += "; if reset needs a row of data, add --tasks FILE"
                     # The next check may call other tools.
                     self.setup.watch.broken = None
             yield name, {None: "-", True: "pass", False: "FAIL"}[is_passed], reason

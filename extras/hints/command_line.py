@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shlex
+import sys
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -60,8 +61,11 @@ def parse(config_class, argv, description=""):
 
 def _make_parser(flags, description):
     """Return the argparse parser of these flags, which leaves out what is not given."""
+    # Of `python -m extras.check` argparse knows the file alone.
+    module = getattr(sys.modules["__main__"].__spec__, "name", "")
+    program = f"-m {module}" if module.startswith("extras.") else "%(prog)s"
     parser = argparse.ArgumentParser(
-        usage="python %(prog)s [--config file.yaml] [--name value] [--no_switch]",
+        usage=f"python {program} [--config file.yaml] [--name value] [--no_switch]",
         description=(description or "").strip().split("\n\n")[0],
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=36),
         argument_default=argparse.SUPPRESS, allow_abbrev=False, exit_on_error=False)

@@ -201,3 +201,37 @@ def test_an_environment_without_content_is_one_too():
     setup = Setup(Config(env="sums:Empty"))
     first = check.Game(setup, {})
     assert check.Game(setup, {}, first).session.env is first.session.env
+
+
+class WordOfARow:
+    def reset(self, **row):
+        return f"Say {row['word']}."
+
+    def say(self, word: str) -> str:
+        """Say it.
+
+        Args:
+            word: a word
+        """
+        return "heard"
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+def test_a_class_that_needs_a_row_is_told_of_the_flag_that_gives_it(tmp_path):
+    path = tmp_path / "words.jsonl"
+    path.write_text("".join(json.dumps({"word": f"w{i}"}) + "\n" for i in range(40)))
+    told, reasons = verdicts(f"{__name__}:WordOfARow")
+    assert told[SAME] == "FAIL" and reasons[SAME].endswith("raised KeyError: 'word'; if reset needs a row of data, add --tasks FILE")
+    told, reasons = verdicts(f"{__name__}:WordOfARow", tasks=str(path))
+    assert told[SAME] == "pass", reasons
+
+
+def test_help_names_the_command(monkeypatch, capsys):
+    from extras.hints.command_line import parse
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="extras.check"))
+    with pytest.raises(SystemExit):
+        parse(Config, ["--help"], check.__doc__)
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python -m extras.check [") and shown.split("\n\n")[1].endswith(".")
