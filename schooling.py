@@ -135,7 +135,7 @@ def imitate(model, episodes: list[Trajectory], seed: int):
     epochs = (batches_of_like_length(episodes, TINY_SFT["batch_size"], seed, n) for n in count())
     batches = islice(chain.from_iterable(epochs), steps)
     model.train()
-    for step, batch in enumerate(progress(batches, "schooling", steps)):
+    for step, batch in enumerate(progress(batches, "SFT step", steps)):
         optimizer.param_groups[0]["lr"] = scheduled(peak, step, steps)
         token_ids, loss_mask, _ = collate(batch, model.device)  # (B, T) each
         logprobs, _ = token_logprobs(model, token_ids, loss_mask)  # (B, T)

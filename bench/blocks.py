@@ -252,7 +252,7 @@ def adapter_rounding(data):
 def lesson_05(data):
     """Wrong signs of each credit, and what it teaches, all seeds in a cell."""
     rows = [["credit", "useful turns with A < 0, seeds 0 to 2", "useless, A > 0",
-             "first game: steps to 0.9", "second: chance to look"]]
+             "paid in every turn: steps to 0.9", "paid at the end: chance to look"]]
     for name in data["runs"][0]["judged"]:
         judged = [run["judged"][name] for run in data["runs"]]
         chain, look = ([run["curves"][game][name] for run in data["runs"]]
@@ -302,11 +302,11 @@ def lesson_07(data):
 def lesson_08(data):
     """MB of each part of a step, counted / measured, of the first seed: the others have the same."""
     parts = list(data["runs"][0]["rows"]["all weights"]["counted"])
-    rows = [["MB, counted / measured", *parts, "peak"]]
+    rows = [["MB, counted / measured", *parts, "peak", "CPU seconds"]]
     for name, row in data["runs"][0]["rows"].items():
         rows.append([name, *(f"{row['counted'][part] / 1e6:,.0f} / {row[part] / 1e6:,.0f}"
                              for part in parts),
-                     f"{row['peak'] / 1e6:,.0f}"])
+                     f"{row['peak'] / 1e6:,.0f}", f"{row['seconds']:.1f}"])
     return table(*rows)
 
 
@@ -331,10 +331,10 @@ def seeds_of(data) -> str:
 def lesson_01(data):
     """What a baseline does to the gradient's variance and to learning, seed by seed."""
     rows = [["seed", "variance left: the mean as baseline", "the group's mean",
-             "last reward: none", "the mean", "the group's mean"]]
+             "the best constant", "last reward: none", "the mean", "the group's mean"]]
     for run in data["runs"]:
         noise, final = run["noise"], run["final"]
-        left = [f"{noise[name][0] / noise['none'][0]:.2f}" for name in ("mean", "group")]
+        left = [f"{noise[name][0] / noise['none'][0]:.2f}" for name in ("mean", "group", "best")]
         rows.append([run["seed"], *left, *(f"{final[name]:.2f}" for name in final)])
     return table(*rows)
 
@@ -354,10 +354,17 @@ def lesson_02(data):
 
 @block("lesson_03.json")
 def lesson_03(data):
-    """Success of the last third, largest ratio and last entropy, run by run, all seeds in a cell."""
-    rows = [["run", f"success, seeds {seeds_of(data)}", "largest ratio", "entropy at the end"]]
-    for name in data["runs"][0]["final"]:
-        rows.append([name, ", ".join(f"{run['final'][name]:.2f}" for run in data["runs"]),
+    """Success of the last third, its share of ratios outside the clip's range before each first
+    update, largest ratio and last entropy, run by run, all seeds in a cell."""
+    rows = [["run", f"success, seeds {seeds_of(data)}", "outside before the first update",
+             "largest ratio", "entropy at the end"]]
+    for name in data["runs"][0]["success"]:
+        before = []
+        for run in data["runs"]:
+            last = run["runs"][name][-max(1, run["steps"] // 3):]
+            before.append(sum(row["outside_before"] for row in last) / len(last))
+        rows.append([name, ", ".join(f"{run['success'][name]:.2f}" for run in data["runs"]),
+                     ", ".join(f"{share:.1%}" for share in before),
                      ", ".join(f"{run['largest'][name]:.3g}" for run in data["runs"]),
                      ", ".join(f"{run['runs'][name][-1]['entropy']:.2f}" for run in data["runs"])])
     return table(*rows)

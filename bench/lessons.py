@@ -3,7 +3,7 @@
     python bench/lessons.py                     all of them, seeds 0, 1 and 2: about 40 CPU minutes
     python bench/lessons.py 02 04 --seeds 0     some of them
 
-A lesson's last line is a JSON object. Those of all seeds are in results/lesson_NN.json, and the
+A lesson writes its results to runs/lessons/NAME.json. Those of all seeds are in results/lesson_NN.json, and the
 picture of the first seed is copied to docs/lessons/, beside the lesson's page. A row that is there
 already is kept if it is of today's constants, so that seeds can be run one at a time.
 """
@@ -35,15 +35,11 @@ def settings(number) -> dict:
 
 
 def run(path, seed) -> dict:
-    """Run a lesson, show what it prints, and return its results."""
-    done = subprocess.Popen([sys.executable, path, "--seed", str(seed)], stdout=subprocess.PIPE,
-                            text=True)
-    line = ""
-    for line in done.stdout:
-        print(line, end="", flush=True)
-    if done.wait():
+    """Run a lesson, which shows what it prints, and return its results."""
+    done = subprocess.run([sys.executable, path, "--seed", str(seed)])
+    if done.returncode:
         sys.exit(f"{path} --seed {seed} ended with {done.returncode}")
-    return json.loads(line)
+    return json.loads((ROOT / "runs" / "lessons" / f"{path.stem}.json").read_text())
 
 
 def main():

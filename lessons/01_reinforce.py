@@ -1,13 +1,15 @@
-"""REINFORCE: make likelier what was rewarded. The plainest policy gradient, and its baseline.
+"""REINFORCE: the plainest policy gradient, and its baseline.
 
     python lessons/01_reinforce.py --seed 0
 
-    gradient of E[R] = E[ (R - b) x sum over sampled tokens of grad log pi(token | before it) ]
+    gradient of E[R] = E[ (R - b) x sum over sampled tokens of grad log pi(token | text) ]
 
-R is the reward of an episode. b is any number that does not depend on this episode. It leaves the
-mean of the gradient as it is and changes its variance, usually for the better.
+R is the reward of an episode. b is any number that does not depend on this episode. It
+leaves the expected gradient as it is and changes its variance. Part 2 measures in which
+direction.
 
-Three parts: which tokens count, how noisy the gradient is, and what the noise does to learning.
+Three parts: which tokens count, how noisy the gradient is, and what the noise does to
+learning.
 """
 import argparse
 
@@ -32,11 +34,12 @@ NOISE_TASKS = 12  # equations, 8 episodes of each, to measure the variance on
 LEARNING_RATE, LORA_R = 4e-3, 16
 
 
-# ----------------------------------------------------------------------------------- the baselines
-# A baseline takes the rewards (groups, GROUP) and returns b of each episode, of the same shape.
-# An episode's own reward may not be in its b, or the mean of the gradient would change.
+# ------------------------------------------------------------------------ the baselines
+# A baseline takes the rewards (groups, GROUP) and returns b of each episode, of the
+# same shape. An episode's own reward may not be in its b, or the mean of the gradient
+# would change.
 def no_baseline(rewards):
-    """b = 0. Rewards here are never negative, so every sampled token is made likelier."""
+    """b = 0. No reward here is negative, so every sampled token's term pushes it up."""
     return torch.zeros_like(rewards)
 
 
@@ -46,18 +49,20 @@ def mean_of_others(rewards):
 
 
 def mean_of_group(rewards):
-    """b = the mean reward of the other episodes of the same equation: the step to GRPO."""
+    """b = the mean reward of the other episodes of the same equation: the step to
+    GRPO."""
     return (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 
 
 BASELINES = {"none": no_baseline, "mean": mean_of_others, "group": mean_of_group}
 
 
-# --------------------------------------------------------------------------------- the one equation
+# --------------------------------------------------------------------- the one equation
 def reinforce_loss(logprobs, mask, weights):
     """- mean over episodes of weight x sum of log pi over the sampled tokens, a scalar.
 
-    logprobs, mask: (B, T). weights: (B,), R - b. Its gradient is the formula at the top, negated.
+    logprobs, mask: (B, T). weights: (B,), R - b. Its gradient is the formula at the
+    top, negated.
     """
     return -(weights[:, None] * logprobs * mask).sum() / len(mask)
 
@@ -69,7 +74,7 @@ def play(model, tokenizer, tasks, seed, step):
     return episodes, torch.tensor([t.reward for t in episodes]).view(-1, GROUP)
 
 
-# ---------------------------------------------------------------------------------- the three parts
+# ---------------------------------------------------------------------- the three parts
 def show_mask(tokenizer, episode):
     """Print an episode's tokens. Between >>> and <<< stands what the policy sampled."""
     text, before = "", 0
@@ -81,11 +86,12 @@ def show_mask(tokenizer, episode):
 
 
 def gradient_noise(model, tokenizer, tasks, seed):
-    """Return {baseline: (variance of one episode's gradient, norm of the mean gradient)}.
+    """Return {baseline: (variance of one episode's gradient, norm of the mean
+    gradient)}.
 
-    Beside the baselines stands "best", the constant with the least variance: differentiate
-    E[(R - b)^2 |s|^2] by b, s being an episode's score. Also returns the mean reward, this b, and
-    the share that the five longest scores have of all |s|^2.
+    Beside the baselines stands "best", the constant with the least variance:
+    differentiate E[(R - b)^2 |s|^2] by b, s being an episode's score. Also returns the
+    mean reward, this b, and the share that the five longest scores have of all |s|^2.
     """
     episodes, rewards = play(model, tokenizer, tasks, seed, step=10_000)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -137,8 +143,9 @@ def main(steps=STEPS, seed=0):
     sampled, length = sum(episode.loss_mask), len(episode.token_ids)
     print(f"\n   {sampled} of its {length} tokens were sampled; its reward is {episode.reward:g}.")
 
-    print(f"\n2. The gradient of {NOISE_TASKS * GROUP} episodes of the same policy. Its mean does "
-          "not depend\n   on the baseline. Does its variance fall with every baseline?\n")
+    print(f"\n2. The gradient of {NOISE_TASKS * GROUP} episodes of the same policy. No baseline "
+          "changes the\n   expected gradient; the mean of so few episodes still contains noise. "
+          "Does the\n   variance fall with every baseline?\n")
     print("baseline    variance of one episode's    relative    norm of the mean")
     noise, mean, best, longest = gradient_noise(model, tokenizer, tasks[-NOISE_TASKS:], seed)
     for name, (variance, norm) in noise.items():
@@ -157,14 +164,16 @@ def main(steps=STEPS, seed=0):
         print(f"{first + 1:3} to {last:<3}" + "".join(f"{mean:10.2f}" for mean in means))
     final = {name: sum(curve[-quarter:]) / quarter for name, curve in curves.items()}
     winner = max(final, key=final.get)
-    left = {name: variance / noise["none"][0] for name, (variance, _) in noise.items()}
+    left = {name: noise[name][0] / noise["none"][0] for name in ("mean", "group", "best")}
     print(f"\nThe mean as baseline left {left['mean']:.2f} of the variance, the group's mean "
-          f"{left['group']:.2f}.\nOver the last {quarter} steps the highest reward was "
-          f"{final[winner]:.2f} ({winner}); without a\nbaseline it was {final['none']:.2f}.\n")
+          f"{left['group']:.2f},\nthe best constant {left['best']:.2f}.\n"
+          f"Over the last {quarter} steps the highest reward was {final[winner]:.2f} ({winner}); "
+          f"without\na baseline it was {final['none']:.2f}.\n")
     draw(NAME, {"title": "learning", "x": "step", "y": "mean reward", "curves": {
         name: (range(1, steps + 1), curve) for name, curve in curves.items()}})
-    report(NAME, seed, steps=steps, sampled_tokens=sampled, tokens=length, noise=noise,
-           mean=mean, best=best, longest=longest, final=final, curves=curves)
+    report(NAME, seed, {"variance_left": left, "final": final}, steps=steps, noise=noise,
+           sampled_tokens=sampled, tokens=length, mean=mean, best=best, longest=longest,
+           curves=curves)
 
 
 if __name__ == "__main__":

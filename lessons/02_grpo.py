@@ -2,10 +2,12 @@
 
     python lessons/02_grpo.py --seed 0
 
-A step plays each of 8 equations 8 times. An episode is good if it earned more than the others of
-its group, and its tokens become likelier; the others' become less likely. That is all.
+A step plays each of 8 equations 8 times. An episode is good if it earned more than the
+mean of its group. The loss pushes the tokens of good episodes up and those of the
+others down. That is all.
 
-It is grpo.py without its options. With the same settings both train the same adapter, bit for bit:
+It is grpo.py without its options. With the same settings both train the same adapter,
+bit for bit:
 
     python grpo.py --model_path runs/lessons/start --kl_coef 0 --max_steps 20    without extras/
 """
@@ -36,57 +38,60 @@ LEARNING_RATE, MAX_GRAD_NORM, LORA_R = 4e-3, 0.05, 16
 HELD_OUT = 100  # equations that are never trained on
 
 
-# ------------------------------------------------------------------------------- the two equations
+# -------------------------------------------------------------------- the two equations
 def group_advantages(rewards):
-    """A_i = (r_i - mean of its group) / (std of its group + 1e-4): (groups, GROUP) -> the same.
-
-    Equal rewards give 0: where all eight are right, or all are wrong, there is nothing to compare.
-    """
+    """A_i = (r_i - mean of its group) / (std of its group + 1e-4): (groups, GROUP) ->
+    the same."""
     advantages = []
     for r in rewards:  # (GROUP,)
-        r = r - r[0]  # equal rewards become 0 exactly, whatever their mean is rounded to
+        r = r - r[0]  # the mean of equal numbers may be rounded
         advantages.append((r - r.mean()) / (r.std() + 1e-4))
     return torch.stack(advantages)
 
 
 def clipped_loss(logprobs, old_logprobs, advantages):
-    """-min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) of each token, (b, T). PPO, arXiv 1707.06347.
+    """-min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) of each token, (b, T). PPO, arXiv
+    1707.06347.
 
-    ratio = pi(token) / pi_old(token). pi_old is the policy that sampled the episode. The gradient
-    at ratio 1 is -A grad log pi: the clip only matters once an update has moved the policy.
+    ratio = pi(token) / pi_old(token). pi_old is the policy that sampled the episode.
     """
     ratio = (logprobs - old_logprobs).exp()
     inside = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)
     return -torch.min(ratio * advantages, inside * advantages), ratio
 
 
-# ---------------------------------------------------------------------------------------- the loop
+# ----------------------------------------------------------------------------- the loop
 def train(model, tokenizer, tasks, steps, seed):
-    """Sample groups, compare each episode with its group, update; yield each step's numbers."""
+    """Sample groups, compare each episode with its group, update; yield each step's
+    numbers."""
     optimizer = adamw(model, lr=LEARNING_RATE)
     options = {"limits": Limits(**recommended(ENV)), "seed": seed, "engine": make_engine}
     for step in range(steps):
         for param_group in optimizer.param_groups:
             param_group["lr"] = scheduled(LEARNING_RATE, step, steps)
 
-        # 1. Rollout: GROUP episodes of each of TASKS equations, by the policy as it is now.
+        # 1. Rollout: GROUP episodes of each of TASKS equations, by the policy as it is
+        # now.
         drawn = draw_tasks(tasks, seed, step, TASKS, 0, TASKS)
         episodes = rollout(model, tokenizer, ENV, drawn, GROUP, step=step, **options)
         batch = pass_order(episodes, MICRO_BATCH)  # still group after group
-        # The mask is 1 where the policy sampled the token, and old_logprobs is 0 where it is 0.
+        # The mask is 1 where the policy sampled the token, and old_logprobs is 0 where
+        # it is 0.
         token_ids, mask, old_logprobs = collate(batch, model.device)  # (B, T) each
 
-        # 2. Advantages: one number for each episode, which all of its sampled tokens get.
+        # 2. Advantages: one number for each episode, which all of its sampled tokens
+        # get.
         rewards = torch.tensor([t.reward for t in batch]).view(TASKS, GROUP)
         by_group = group_advantages(rewards)
         advantages = by_group.view(-1, 1) * mask  # (B, T)
-        taught = [i for i, a in enumerate(advantages) if a.any()]  # the others have no gradient
+        taught = [i for i, a in enumerate(advantages) if a.any()]
 
-        # 3. Update. The loss is a mean over the tokens of each episode, then over the episodes.
+        # 3. Update. The loss is a mean over the tokens of each episode, then over the
+        # episodes.
         model.train()
         for update in range(UPDATES):
             ratios = []
-            with merged_to_train(model):  # the very weights that sampled: the first ratio is 1
+            with merged_to_train(model):  # computes with the very weights that sample
                 for first in range(0, len(taught), MICRO_BATCH):
                     rows = taught[first:first + MICRO_BATCH]  # b episodes
                     logprobs, _ = token_logprobs(model, token_ids[rows], mask[rows])  # (b, T)
@@ -116,8 +121,8 @@ def main(steps=STEPS, seed=0):
     before = evaluate(model, tokenizer, ENV, held_out, **exam)["success"]
 
     print(f"\nA step is {TASKS} groups of {GROUP} episodes. Watch the success, and the silent\n"
-          "groups, whose rewards are all equal: they teach nothing. The ratios are of the\n"
-          f"last of {UPDATES} updates on the same episodes.\n")
+          "groups, whose rewards are all equal. The ratios are of the last of\n"
+          f"{UPDATES} updates on the same episodes.\n")
     print("step   reward  success  silent groups  |ratio - 1|  outside clip  grad norm")
     log = []
     for step, row in enumerate(train(model, tokenizer, tasks, steps, seed), 1):
@@ -136,10 +141,10 @@ def main(steps=STEPS, seed=0):
     draw(NAME, {"title": "success", "x": "step", "y": "share of episodes", "curves": {
         "training": (numbers, [row["success"] for row in log]),
         "held out": ([1, steps], [before, after])}},
-        {"title": "groups that teach nothing", "x": "step", "y": f"of {TASKS}", "curves": {
+        {"title": "silent groups", "x": "step", "y": f"of {TASKS}", "curves": {
             "": (numbers, [row["silent"] for row in log])}})
-    report(NAME, seed, steps=steps, groups=TASKS, before=before, after=after, silent=silent,
-           log=log)
+    report(NAME, seed, {"before": before, "after": after, "silent": silent}, steps=steps,
+           groups=TASKS, log=log)
 
 
 if __name__ == "__main__":

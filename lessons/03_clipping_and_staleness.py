@@ -1,15 +1,16 @@
-"""Several updates on the same episodes: the probability ratio, its clip, and episodes that are old.
+"""Several updates on the same episodes: the ratio, its clip, and old episodes.
 
     python lessons/03_clipping_and_staleness.py --seed 0
 
-Episodes are dear and updates are cheap, so one updates several times on a batch. After the first
-update the policy is no longer the one that sampled the batch, and PPO (arXiv 1707.06347) does two
-things about it:
+Episodes are expensive and updates are cheap, so one updates several times on a batch.
+After the first update the policy is no longer the one that sampled the batch, and PPO
+(arXiv 1707.06347) does two things about it:
 
-    ratio = pi(token) / pi_old(token)                   counts each token as often as pi samples it
-    -min(ratio A, clip(ratio, 1 - eps, 1 + eps) A)      no reward for moving it further than eps
+    ratio = pi(token) / pi_old(token)               counts a token as often as pi samples it
+    -min(ratio A, clip(ratio, 1 - eps, 1 + eps) A)  no gain from moving it further than eps
 
-Four runs: with and without the clip, on the newest batch and on one that is AGE steps old.
+Four runs: with and without the clip, on the newest batch and on one played AGE steps
+earlier. A fifth one has the clip and twice the learning rate.
 """
 import argparse
 from collections import deque
@@ -32,19 +33,22 @@ NAME, ENV = "03_clipping_and_staleness", "equations"
 STEPS = 9
 TASKS, GROUP = 2, 8
 UPDATES = 4  # on each batch; grpo.py's default for the tiny model is 2
-AGE = 4  # steps, in the runs on old episodes: 16 updates
+AGE = 4  # steps between playing a batch and training on it, in the runs on old episodes
 CLIP_EPS = 0.2
 LEARNING_RATE, LORA_R = 2e-3, 16  # half of grpo.py's, for twice the updates
-RUNS = {"clip, new": (True, 0), "no clip, new": (False, 0),
-        "clip, old": (True, AGE), "no clip, old": (False, AGE)}
+# Of each run: is there a clip, the age of its batches, and its learning rate.
+RUNS = {"clip, new": (True, 0, LEARNING_RATE), "no clip, new": (False, 0, LEARNING_RATE),
+        "clip, old": (True, AGE, LEARNING_RATE), "no clip, old": (False, AGE, LEARNING_RATE),
+        "clip, 2 x rate": (True, 0, 2 * LEARNING_RATE)}
 
 
-# --------------------------------------------------------------------------------- the one equation
+# --------------------------------------------------------------------- the one equation
 def surrogate(logprobs, old_logprobs, advantages, clip):
-    """Return the loss of each token and its ratio, (B, T) each. Where A is 0, the loss is 0.
+    """Return the loss of each token and its ratio, (B, T) each. Where A is 0, the loss
+    is 0.
 
-    Beyond the clip the gradient is 0, but only on the side to which A pulls: a token that has
-    become too likely although A < 0 is still brought back.
+    Beyond the clip the gradient is 0, but only on the side to which A pulls: a token
+    that has become too likely although A < 0 is still brought back.
     """
     ratio = (logprobs - old_logprobs).exp()
     if not clip:
@@ -54,7 +58,8 @@ def surrogate(logprobs, old_logprobs, advantages, clip):
 
 
 def collect(model, tokenizer, tasks, seed, step):
-    """Play a step's groups. Return the tensors to learn from, and the mean reward and success."""
+    """Play a step's groups. Return the tensors to learn from, and the mean reward and
+    success."""
     drawn = draw_tasks(tasks, seed, step, TASKS, 0, TASKS)
     episodes = rollout(model, tokenizer, ENV, drawn, GROUP, limits=Limits(**recommended(ENV)),
                        seed=seed, step=step, engine=make_engine)
@@ -67,22 +72,27 @@ def collect(model, tokenizer, tasks, seed, step):
 
 
 def forward(model, token_ids, mask):
-    """Return log-probabilities and entropy, (B, T) each. A group's prompt is forwarded once."""
+    """Return log-probabilities and entropy, (B, T) each. A group's prompt is forwarded
+    once."""
     parts = [token_logprobs(model, token_ids[first:first + GROUP], mask[first:first + GROUP])
              for first in range(0, len(mask), GROUP)]
     return [torch.cat(tensors) for tensors in zip(*parts)]
 
 
-def train(clip, age, steps, seed):
-    """Train a fresh adapter. Return a row of numbers for each step, and the last ratios (n,)."""
+def train(clip, age, learning_rate, steps, seed):
+    """Train a fresh adapter. Return a row of numbers for each step, and the last ratios
+    (n,)."""
     model, tokenizer = load_model(start_model(), lora_r=LORA_R, seed=seed)
     tasks = load_tasks(ENV, "train", 10_000, seed)
-    optimizer = adamw(model, lr=LEARNING_RATE)
-    batches, rows = deque(maxlen=age + 1), []
-    for step in range(steps):
+    optimizer = adamw(model, lr=learning_rate)
+    # These batches wait before the first update. So each batch is trained on once, in
+    # its turn.
+    batches = deque(collect(model, tokenizer, tasks, seed, step)[0] for step in range(age))
+    rows = []
+    for step in range(age, age + steps):
         batch, reward, success = collect(model, tokenizer, tasks, seed, step)
         batches.append(batch)
-        token_ids, mask, old_logprobs, advantages = batches[0]  # the oldest: `age` steps old
+        token_ids, mask, old_logprobs, advantages = batches.popleft()  # played `age` steps ago
         sampled = mask.bool()
         for update in range(UPDATES):
             with merged_to_train(model):  # the very weights that sample
@@ -93,39 +103,45 @@ def train(clip, age, steps, seed):
             optimizer.step()
             optimizer.zero_grad()
             if update == 0:
-                first = (ratio.detach()[sampled] - 1).abs().mean().item()
+                before = outside(ratio.detach()[sampled])
         ratios = ratio.detach()[sampled]  # (n,)
-        rows.append({"reward": reward, "success": success, "first": first,
-                     "outside": ((ratios - 1).abs() > CLIP_EPS).float().mean().item(),
+        rows.append({"reward": reward, "success": success,
+                     "outside_before": before, "outside": outside(ratios),
                      "largest": ratios.max().item(),
                      "entropy": entropy[sampled].mean().item()})
     return rows, ratios
 
 
+def outside(ratios) -> float:
+    """Return the share of ratios outside the clip's range."""
+    return ((ratios - 1).abs() > CLIP_EPS).float().mean().item()
+
+
 def histogram(ratios, bins=24):
-    """Return the middles of bins of log10(ratio) from -3 to 3, and the share of tokens in each."""
+    """Return the middles of bins of log10(ratio) from -3 to 3, and the share of tokens
+    in each."""
     counts = torch.histc(ratios.clamp(1e-3, 1e3).log10(), bins, -3, 3)
     width = 6 / bins
     return [-3 + width * (i + 0.5) for i in range(bins)], (counts / len(ratios)).tolist()
 
 
 def main(steps=STEPS, seed=0):
-    """Train four times, show what to look at, and draw it."""
-    print(f"\nFour runs of {steps} steps, {UPDATES} updates each. Compare the success of the last "
-          "steps with\nhow far the ratios went. 'first' is |ratio - 1| before a step's updates: "
-          "how old\nthe episodes are. The others are of a step's last update.\n")
-    print("run           steps      success  first   outside clip  largest ratio  entropy")
+    """Train five times, show what to look at, and draw it."""
+    print(f"\nFive runs of {steps} steps, {UPDATES} updates each. Compare the success of the last "
+          "steps with\nhow far the ratios went. 'Outside' is the share of tokens outside the "
+          "clip's\nrange, before a step's first update and at its last one.\n")
+    print("run             steps  success   outside: before  last largest ratio entropy")
     runs, shapes, third = {}, {}, max(1, steps // 3)
-    for name, (clip, age) in RUNS.items():
-        rows, ratios = train(clip, age, steps, seed)
+    for name, settings in RUNS.items():
+        rows, ratios = train(*settings, steps, seed)
         runs[name], shapes[name] = rows, histogram(ratios)
         for begin in range(0, steps, third):
             part = rows[begin:begin + third]
             mean = {key: sum(row[key] for row in part) / len(part) for key in part[0]}
             largest = max(row["largest"] for row in part)
-            print(f"{name:13} {begin + 1:2} to {begin + len(part):2} {mean['success']:9.2f} "
-                  f"{mean['first']:7.3f} {mean['outside']:11.2f} {largest:15.4g} "
-                  f"{mean['entropy']:10.3f}", flush=True)
+            print(f"{name:14} {begin + 1:2} to {begin + len(part):2} {mean['success']:8.2f} "
+                  f"{mean['outside_before']:17.2f} {mean['outside']:5.2f} {largest:13.4g} "
+                  f"{mean['entropy']:7.3f}", flush=True)
     final = {name: sum(row["success"] for row in rows[-third:]) / third
              for name, rows in runs.items()}
     largest = {name: max(row["largest"] for row in rows) for name, rows in runs.items()}
@@ -135,13 +151,14 @@ def main(steps=STEPS, seed=0):
         print(f"On {label} episodes the clip changed the success of the last {third} steps by "
               f"{gain:+.2f}.\nThe largest ratio was {largest[f'clip, {label}']:.3g} with it and "
               f"{largest[f'no clip, {label}']:.3g} without.")
-    print()
+    print(f"With the clip and twice the learning rate the success was "
+          f"{final['clip, 2 x rate']:.2f}.\n")
     numbers = range(1, steps + 1)
     draw(NAME, {"title": "success", "x": "step", "y": "share of episodes", "curves": {
         name: (numbers, [row["success"] for row in rows]) for name, rows in runs.items()}},
         {"title": "ratios at the last update", "x": "log10 of the ratio", "y": "share of tokens",
          "log": "y", "curves": shapes})
-    report(NAME, seed, steps=steps, final=final, largest=largest, runs=runs)
+    report(NAME, seed, {"success": final}, steps=steps, largest=largest, runs=runs)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
-"""The KL penalty: three estimators of it, their gradients, and what the penalty does to training.
+"""The KL penalty: its estimators, their gradients, and what it does to training.
 
     python lessons/04_kl.py --seed 0
 
-A policy that is paid for reward alone forgets what it was. The penalty kl_coef x KL(pi || ref)
-holds it near the reference, the policy that training started from. One sampled token y tells of the
-KL only x = log pi(y) / ref(y), and there are several ways to read it (joschu.net/blog/kl-approx):
+A policy that is trained for reward alone drifts from what it was. The penalty kl_coef x
+KL(pi || ref) holds it near the reference, the policy that training started from. One
+sampled token y tells of the KL only x = log [pi(y) / ref(y)], and there are several
+ways to read it (joschu.net/blog/kl-approx):
 
-    k1 = x      k2 = x^2 / 2      k3 = exp(-x) - 1 + x      k3_ratio = k3 x pi(y) / sg(pi(y))
+    k1 = x    k2 = x^2 / 2    k3 = exp(-x) - 1 + x    k3_ratio = k3 x pi(y) / sg(pi(y))
 
-As numbers they differ in bias and variance. As losses they differ in what their gradient pulls to.
-With 1024 tokens in the vocabulary both can be computed exactly, over all y that could be sampled.
+sg is stop-gradient (`detach`): a factor of value 1 that has a gradient. As numbers the
+estimators differ in bias and variance. As losses they differ in where their gradient
+pulls. Both are exact here: the vocabulary has 1024 tokens, and the lesson sums over
+every y that could be sampled. All of this is about one token, with the text before it
+held fixed. The KL of whole episodes has one more term, because each token changes what
+comes later.
 """
 import argparse
 
@@ -35,8 +40,9 @@ CLIP_EPS = 0.2
 LEARNING_RATE, LORA_R = 4e-3, 16
 
 
-# ---------------------------------------------------------------------- one token of each estimator
-# Of each estimator its value k(x), and d log-prob k: the number that multiplies grad log pi(y).
+# ---------------------------------------------------------- one token of each estimator
+# Of each estimator its value k(x), and d log-prob k: the number that multiplies grad
+# log pi(y).
 ESTIMATORS = {
     "k1": (lambda x: x, lambda x: torch.ones_like(x)),
     "k2": (lambda x: x**2 / 2, lambda x: x),
@@ -51,11 +57,13 @@ def exact_kl(logp, ref_logp):
 
 
 def compare(logp, ref_logp):
-    """Return of each estimator its bias, its noise, and its gradient's size, cosine and noise.
+    """Return of each estimator its bias, its noise, and its gradient's size, cosine and
+    noise.
 
-    logp, ref_logp: (n, V), of every token that could have been sampled at n places of episodes.
-    The gradient of log pi(y) by the logits is onehot(y) - pi, so the one that estimator k has on
-    average is pi k' - pi sum(pi k'). That of the KL itself is pi x - pi KL.
+    logp, ref_logp: (n, V), of every token that could have been sampled at n places of
+    episodes. The gradient of log pi(y) by the logits is onehot(y) - pi, so the one that
+    estimator k has on average is pi k' - pi sum(pi k'). That of the KL itself is pi x -
+    pi KL.
     """
     pi, x = logp.exp(), logp - ref_logp
     kl = exact_kl(logp, ref_logp)
@@ -79,7 +87,8 @@ def compare(logp, ref_logp):
 
 @torch.no_grad()
 def distributions(model, token_ids, mask):
-    """Return log pi and log ref of the whole vocabulary where a token was sampled: (n, V) each."""
+    """Return log pi and log ref of the whole vocabulary where a token was sampled: (n,
+    V) each."""
     def all_logprobs():
         logits = model(input_ids=token_ids).logits[:, :-1]  # column t predicts token t + 1
         return logits[mask[:, 1:].bool()].double().log_softmax(-1)
@@ -89,16 +98,18 @@ def distributions(model, token_ids, mask):
         return logp, all_logprobs()
 
 
-# ------------------------------------------------------------------------ training with the penalty
+# ------------------------------------------------------------ training with the penalty
 def forward(model, token_ids, mask):
-    """Return log-probabilities and entropy, (B, T) each. A group's prompt is forwarded once."""
+    """Return log-probabilities and entropy, (B, T) each. A group's prompt is forwarded
+    once."""
     parts = [token_logprobs(model, token_ids[first:first + GROUP], mask[first:first + GROUP])
              for first in range(0, len(mask), GROUP)]
     return [torch.cat(tensors) for tensors in zip(*parts)]
 
 
 def train(kl_coef, steps, seed):
-    """Train a fresh adapter. Return a row of numbers for each step, the model and a last batch."""
+    """Train a fresh adapter. Return a row of numbers for each step, the model and a
+    last batch."""
     model, tokenizer = load_model(start_model(), lora_r=LORA_R, seed=seed)
     tasks = load_tasks(ENV, "train", 10_000, seed)
     optimizer, rows = adamw(model, lr=LEARNING_RATE), []
@@ -133,7 +144,8 @@ def train(kl_coef, steps, seed):
 
 
 def main(steps=STEPS, seed=0):
-    """Train three times, compare the estimators on the last policy, show what to look at."""
+    """Train three times, compare the estimators on the last policy, show what to look
+    at."""
     print(f"\n1. GRPO with {len(COEFFICIENTS)} weights of the penalty. Watch the reward, and the\n"
           "   KL to the start model in nats per sampled token.\n")
     print("kl_coef   steps     reward   success       KL   entropy")
@@ -170,7 +182,9 @@ def main(steps=STEPS, seed=0):
         for kl_coef, rows in runs.items()}} for key, title, label in (
             ("reward", "reward", "mean reward"), ("kl", "distance from the start", "KL, nats"))]
     draw(NAME, *panels)
-    report(NAME, seed, steps=steps, final=final, kl=kl, estimators=table, runs=runs)
+    report(NAME, seed, {key: {kl_coef: row[key] for kl_coef, row in final.items()}
+                        for key in ("reward", "kl")},
+           steps=steps, final=final, places_kl=kl, estimators=table, runs=runs)
 
 
 if __name__ == "__main__":

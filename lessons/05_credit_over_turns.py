@@ -1,17 +1,17 @@
-"""Credit over turns: which turn of an episode deserves the reward? Three answers, and a trap.
+"""Credit over turns: which turn of an episode deserves the reward? Three answers.
 
     python lessons/05_credit_over_turns.py --seed 0
 
-An episode has several turns, and each turn may be paid: r_1 .. r_K. G episodes of one task are a
-group. normalized(x) = (x - mean) / (std + 1e-4), over what stands beside it:
+An episode has several turns, and each turn may be paid: r_1 .. r_K. G episodes of one
+task are a group. normalized(x) = (x - mean) / (std + 1e-4), over what stands beside it:
 
-    episode   A_k = normalized(r_1 + .. + r_K)   over the group's episodes; the same for all turns
-    turn      A_k = normalized(r_k + .. + r_K)   over the group's episodes, at the same turn k
-    process   A_k = n_k + .. + n_K               with n = normalized(r) over all turns of the group
+    episode   A_k = normalized(r_1 + .. + r_K)   over the episodes; the same for all turns
+    turn      A_k = normalized(r_k + .. + r_K)   over turn k of all episodes
+    process   A_k = n_k + .. + n_K               n = normalized(r) over all turns
 
-The first is outcome supervision and the last process supervision of arXiv 2402.03300 (4.1.2 and
-4.1.3). Part 1 is worked out by hand, part 2 judges real episodes with all three, and in part 3 they
-teach policies of a few numbers, which takes seconds.
+The first is outcome supervision and the last process supervision of arXiv 2402.03300
+(4.1.2 and 4.1.3). Part 1 is worked out by hand, part 2 judges real episodes with all
+three, and in part 3 they teach policies of a few numbers, which takes seconds.
 """
 import argparse
 import random
@@ -35,7 +35,7 @@ CHAIN = 12  # turns of part 3's first game
 LEARNING_RATE = 0.1
 
 
-# ----------------------------------------------------------------------------- the three equations
+# ------------------------------------------------------------------ the three equations
 def normalized(values):
     """(x - mean) / (std + 1e-4). Equal values, and a single one, get exactly 0."""
     x = torch.tensor(values, dtype=torch.float64)
@@ -50,7 +50,8 @@ def episode_credit(group):
 
 
 def turn_credit(group):
-    """Compare what a turn and all later ones earned with the others at the same turn."""
+    """Compare what a turn and all later ones earned with the others at the same
+    turn."""
     credit = [[] for _ in group]
     for k in range(max(map(len, group))):
         there = [i for i, rewards in enumerate(group) if len(rewards) > k]
@@ -60,7 +61,8 @@ def turn_credit(group):
 
 
 def process_credit(group):
-    """Normalize every turn's own reward, and give a turn the sum of its own and the later ones."""
+    """Normalize every turn's own reward, and give a turn the sum of its own and the
+    later ones."""
     flat = iter(normalized([r for rewards in group for r in rewards]))
     by_episode = [[next(flat) for _ in rewards] for rewards in group]
     return [[sum(n[k:]) for k in range(len(n))] for n in by_episode]
@@ -69,9 +71,10 @@ def process_credit(group):
 CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_credit}
 
 
-# ------------------------------------------------------------------------------- part 1: by hand
+# ---------------------------------------------------------------------- part 1: by hand
 def by_hand():
-    """Four right answers, after 1 to 4 turns, and four wrong ones. The reward comes at the end."""
+    """Four right answers, after 1 to 4 turns, and four wrong ones. The reward comes at
+    the end."""
     group = [[0.0] * k + [right] for right in (1.0, 0.0) for k in range(4)]
     print("\n1. Eight episodes, paid 1 at the end if right: four right ones of 1, 2, 3 and 4\n"
           "   turns, and four wrong ones of the same lengths. What does the FIRST turn of\n"
@@ -86,7 +89,7 @@ def by_hand():
     return first
 
 
-# -------------------------------------------------------------- part 2: the same episodes, judged
+# ---------------------------------------------------- part 2: the same episodes, judged
 def judge(seed):
     """Judge the turns of the start model's episodes by the three credits."""
     model, tokenizer = load_model(start_model(), train=False)
@@ -96,8 +99,9 @@ def judge(seed):
     groups = [[episodes[i].rewards for i in group]
               for group in members([t.group_id for t in episodes])]
     print(f"\n2. The same {len(episodes)} episodes of the start model, judged three times. A "
-          "turn is paid\n   exactly if it brings the equation closer to its solution, or states "
-          "the right\n   answer: we know which turns were useful. Look at the last two columns.\n\n"
+          "turn is paid\n   if the equation is closer to its solution than ever before, or if the "
+          "right\n   answer is stated. We call such a turn useful. To undo a detour is no new\n"
+          "   progress, and counts as useless. Look at the last two columns.\n\n"
           "credit    mean A: useful  useless   A < 0: useful   A > 0: useless")
     result = {}
     for name, credit in CREDITS.items():
@@ -117,7 +121,7 @@ def judge(seed):
     return result
 
 
-# ------------------------------------------------------------- part 3: what each of them teaches
+# ---------------------------------------------------- part 3: what each of them teaches
 def play_chain(chances, rng):
     """Each of CHAIN turns is right or wrong, and paid 1 at once if right."""
     actions = [rng.random() < p for p in chances]
@@ -125,13 +129,15 @@ def play_chain(chances, rng):
 
 
 def play_look(chances, rng):
-    """Look three times, then answer and be right; or guess at once, right half of the time."""
+    """Look three times, then answer and be right; or guess at once, right half of the
+    time."""
     look = rng.random() < chances[0]
     return [look], [0.0, 0.0, 0.0, 1.0] if look else [float(rng.random() < 0.5)]
 
 
 def teach(play, choices, credit, steps, seed):
-    """Train one logit for each choice by policy gradient. Return the mean chance, step by step.
+    """Train one logit for each choice by policy gradient. Return the mean chance, step
+    by step.
 
     Choice k is made in turn k and gets the advantage of that turn.
     """
@@ -159,19 +165,21 @@ def main(steps=STEPS, seed=0):
               for game, played in games.items()}
     print(f"\n3. Two games, {steps} steps of {GROUP} episodes. In the first, each of {CHAIN} turns "
           "is right\n   or wrong and paid at once. In the second one may look three times and "
-          "then\n   be right, or guess and be right half of the time: looking is better.\n\n"
-          "credit    chance of a right turn, half time  steps to 0.9  chance to look, end")
+          "then\n   be right, or guess and be right half of the time: looking is better. 'To 0.9'\n"
+          "   is the first step at which a turn of the first game is right with chance 0.9.\n\n"
+          "credit    chance of a right turn, half time        to 0.9  chance to look, end")
     for name in CREDITS:
         chain, look = (curves[game][name] for game in games)
         reached = next((step for step, p in enumerate(chain, 1) if p >= 0.9), "never")
         print(f"{name:10}{chain[steps // 2]:34.2f}{reached:>14}{look[-1]:21.2f}")
     fell = [name for name in CREDITS if curves["paid at the end"][name][-1] < 0.5]
     print(f"\n   Learned to guess although looking is better: {', '.join(fell) or 'none'}.\n")
-    draw(NAME, *({"title": game, "x": "step", "y": label, "curves": {
+    draw(NAME, *({"title": game, "x": "step", "y": label, "dashed": ("turn",), "curves": {
         name: (range(1, steps + 1), curve) for name, curve in by_name.items()}}
         for (game, by_name), label in zip(curves.items(), ("chance of a right turn",
                                                            "chance to look first"))))
-    report(NAME, seed, steps=steps, first=first, judged=judged, curves=curves)
+    report(NAME, seed, {"learned_to_guess": fell}, steps=steps, first=first, judged=judged,
+           curves=curves)
 
 
 if __name__ == "__main__":

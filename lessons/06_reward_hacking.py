@@ -1,20 +1,25 @@
-"""Reward hacking: rewards that rise while the true success falls, and one that cannot be gamed.
+"""Reward design: three ways to pay an agent for its tool calls, and what they teach.
 
     python lessons/06_reward_hacking.py --seed 0
 
-The task is to solve an equation by tool calls in at most MAX_TURNS turns, and to state the answer.
-Three rewards, all of which pay the right answer. 3x + 7 = 16 takes two calls and an answer:
+The policy of this lesson is a table of 12 probabilities, so that training takes
+seconds. In each of 4 states (calls that are needed yet, 0 to 3) it chooses among 3
+actions. The environment is the real one, and the advantages are those of
+lessons/02_grpo.py.
 
-    paid       + 5 for every call that works                 "the agent shall use its tools"
-    charged    - 3 for every call that works                 "the agent shall not waste calls"
-    progress   + 2 for every step by which the equation is closer to its solution than ever before
+The task is to solve an equation by tool calls in at most MAX_TURNS turns, and to state
+the answer. Three rewards, all of which pay the right answer. 3x + 7 = 16 takes two
+calls and an answer:
 
-So that it takes seconds, the policy is a table of 12 numbers: in each of 4 states (calls that are
-needed yet, 0 to 3) it chooses among 3 actions. The environment is the real one, and the advantages
-are those of lessons/02_grpo.py. The policy starts as the tiny model does: most calls are wrong.
+    paid       + 5 for every call that works           "the agent shall use its tools"
+    charged    - 3 for every call that works           "the agent shall not waste calls"
+    progress   + 2 for every step closer to the solution than the episode ever was
+
+The policy starts as the tiny model does: most of its calls are wrong.
 """
 import argparse
 import random
+import textwrap
 
 from picture import draw
 from start import report
@@ -31,11 +36,12 @@ MAX_TURNS = 8  # room for detours
 ANSWER, PAY, CHARGE = 5.0, 5.0, 3.0
 LEARNING_RATE = 0.1
 ACTIONS = ("help", "detour", "answer")
-# The chances of the actions at the start, where the equation is solved and where it is not.
+# The chances of the actions at the start, where the equation is solved and where it is
+# not.
 SOLVED, UNSOLVED = (0.0, 0.1, 0.9), (0.4, 0.55, 0.05)
 
 
-# ------------------------------------------------------------------------------ the three rewards
+# -------------------------------------------------------------------- the three rewards
 def paid(episode):
     """Pay for every call that works, whether or not it helps."""
     return PAY * episode["calls"] + ANSWER * episode["success"]
@@ -54,9 +60,10 @@ def progress(episode):
 REWARDS = {"paid": paid, "charged": charged, "progress": progress}
 
 
-# ------------------------------------------------------------------------- playing, with a table
+# ---------------------------------------------------------------- playing, with a table
 def call_of(env, action):
-    """Return the tool and its argument by which the policy does this, where the environment is."""
+    """Return the tool and its argument by which the policy does this, where the
+    environment is."""
     best = env._best_call()  # the scripted expert's
     name, value = best["name"], next(iter(best["arguments"].values()))
     if action == "answer":
@@ -67,7 +74,8 @@ def call_of(env, action):
 
 
 def play(task, logits, rng):
-    """Play an episode; return what the rewards may look at, and its choices (state, action)."""
+    """Play an episode; return what the rewards may look at, and its choices (state,
+    action)."""
     env, choices, calls, text = Equations(), [], 0, []
     env.reset(**task)
     chances = logits.softmax(1).tolist()
@@ -86,7 +94,8 @@ def play(task, logits, rng):
 
 
 def train(reward, tasks, steps, seed):
-    """Train a table on this reward; yield each step's numbers, and an episode to read."""
+    """Train a table on this reward; yield each step's numbers, and an episode to
+    read."""
     rng = random.Random(seed)
     logits = torch.tensor([SOLVED] + [UNSOLVED] * 3).clamp(min=1e-4).log().requires_grad_()
     optimizer = torch.optim.Adam([logits], lr=LEARNING_RATE)
@@ -121,7 +130,7 @@ def main(steps=STEPS, seed=0):
     """Train with each reward, show what to look at, and draw it."""
     tasks = load_tasks("equations", "train", 1000, seed)
     print(f"\nThe same policy learns from three rewards, {steps} steps each: means over quarters.\n"
-          "Watch reward and success together: the reward alone says that all runs work.\n")
+          "Watch reward and success together. What would you see without the success?\n")
     print("reward    quarter   reward  success  turns")
     runs, last_episode = {}, {}
     for name, reward in REWARDS.items():
@@ -133,7 +142,8 @@ def main(steps=STEPS, seed=0):
                   f"{row['turns']:6.2f}")
     print("\nAn episode of the last step:")
     for name, text in last_episode.items():
-        print(f"{name + ':':9} {text[:69]}")
+        print(textwrap.fill(text, 79, initial_indent=f"{name + ':':10}",
+                            subsequent_indent=" " * 10))
     ends = {name: (quarters(rows)[0], quarters(rows)[-1]) for name, rows in runs.items()}
     gamed = [name for name, (first, last) in ends.items()
              if last["reward"] > first["reward"] and last["success"] < first["success"]]
@@ -143,7 +153,7 @@ def main(steps=STEPS, seed=0):
         name: (numbers, [row[key] for row in rows]) for name, rows in runs.items()}}
         for key, title, label in (("reward", "what is paid", "reward of an episode"),
                                   ("success", "what was meant", "share truly solved"))))
-    report(NAME, seed, steps=steps, gamed=gamed, last_episode=last_episode, runs=runs)
+    report(NAME, seed, {"gamed": gamed}, steps=steps, last_episode=last_episode, runs=runs)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Direct preference optimization (arXiv 2305.18290): learn from pairs, and see what a margin hides.
+"""Direct preference optimization (arXiv 2305.18290): learn from pairs of episodes.
 
     python lessons/07_dpo.py --seed 0
 
-The model plays each equation several times. Of each task the episode with the highest reward is
-"chosen" and the one with the lowest "rejected". The loss makes the chosen one likelier than the
-rejected one, both measured against the model that played them:
+The model plays each equation several times. Of each task the episode with the highest
+reward is "chosen" and the one with the lowest "rejected". The loss makes the chosen one
+likelier than the rejected one, both measured against the model that played them:
 
-    margin = log pi(chosen) / pi_ref(chosen) - log pi(rejected) / pi_ref(rejected)
+    margin = log [pi(chosen) / pi_ref(chosen)] - log [pi(rejected) / pi_ref(rejected)]
     loss   = -log sigmoid(beta margin) - sft_coef log pi(chosen) / (its tokens)
 
-A margin also grows where both become less likely, the rejected one faster. The second term, which
-is not in the paper's equation (it is RPO's, arXiv 2404.19733), forbids that. Two runs: without it
-and with it, on the same pairs.
+Two runs, without the second term and with it, learn from the same pairs. The term is
+not in the paper's equation. It is that of Iterative Reasoning Preference Optimization
+(arXiv 2404.19733).
 """
 import argparse
 
@@ -42,19 +42,22 @@ SHOW = 4  # steps between two rows of the table
 RUNS = {"DPO alone": 0.0, "with SFT term": 1.0}
 
 
-# ------------------------------------------------------------------------------- the one equation
+# --------------------------------------------------------------------- the one equation
 def pair_loss(chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, sft_coef):
-    """Return the loss and the margin of each pair, (B,) each, from log-probs of episodes (B,).
+    """Return the loss and the margin of each pair, (B,) each, from log-probs of
+    episodes (B,).
 
-    d loss / d margin = -beta sigmoid(-beta margin): the more wrongly a pair is ordered, the more it
-    counts. Only the difference of the two log-probs is in it, and not how likely they are.
+    d loss / d margin = -beta sigmoid(-beta margin): the more wrongly a pair is ordered,
+    the more it counts. Only the difference of the two log-probs is in it, and not how
+    likely they are.
     """
     margin = (chosen - ref_chosen) - (rejected - ref_rejected)
     return -F.logsigmoid(BETA * margin) - sft_coef * chosen / chosen_tokens, margin
 
 
 def make_pairs(episodes):
-    """Return [(chosen, rejected)]: the best and the worst of a task, if their rewards differ."""
+    """Return [(chosen, rejected)]: the best and the worst of a task, if their rewards
+    differ."""
     pairs = []
     for group in members([t.group_id for t in episodes]):
         ranked = sorted((episodes[i] for i in group), key=lambda t: t.reward)
@@ -64,7 +67,8 @@ def make_pairs(episodes):
 
 
 def log_likelihoods(model, pairs):
-    """Return log pi(chosen), log pi(rejected) and the sampled tokens of the chosen, (B,) each.
+    """Return log pi(chosen), log pi(rejected) and the sampled tokens of the chosen,
+    (B,) each.
 
     Tool results and the prompt are context: only what the model itself sampled counts.
     """
@@ -74,7 +78,7 @@ def log_likelihoods(model, pairs):
     return *logprobs.sum(1).chunk(2), mask[:len(pairs)].sum(1)
 
 
-# ---------------------------------------------------------------------------------------- the loop
+# ----------------------------------------------------------------------------- the loop
 @torch.no_grad()
 def look(model, pairs, reference):
     """Return what is shown of pairs that are never trained on."""
@@ -88,7 +92,8 @@ def look(model, pairs, reference):
 def train(model, pairs, held_out, sft_coef, steps, seed):
     """Update on shuffled pairs; yield (step, what `look` says of the held-out ones)."""
     optimizer = adamw(model, lr=LEARNING_RATE, beta2=0.999)
-    # The reference is the model before its first update. It is scored once, and never needed again.
+    # The reference is the model before its first update. It is scored once, and never
+    # needed again.
     with torch.no_grad():
         references = {pair: log_likelihoods(model, [pair])[:2] for pair in pairs}
         held_out_reference = log_likelihoods(model, held_out)[:2]
@@ -121,7 +126,7 @@ def main(steps=STEPS, seed=0):
 
     print(f"\n{len(pairs)} pairs to train on and {len(held_out)} held out, of {TASKS} equations. "
           "Below are\nmeans over the held-out pairs; log pi is its change since the start, in nats "
-          "per\nepisode. Watch log pi of BOTH episodes while the accuracy rises.\n")
+          "per\nepisode. Which of the columns would you log?\n")
     print("run              step    margin  accuracy  log pi(chosen)  log pi(rejected)")
     rows, after = {}, {}
     for name, sft_coef in RUNS.items():
@@ -141,10 +146,12 @@ def main(steps=STEPS, seed=0):
               f"{abs(last['chosen']):.1f} nats.\n  Success on {len(exam)} held-out equations: "
               f"{before:.2f} before, {after[name]:.2f} after.")
     print()
-    draw(NAME, *({"title": name, "x": "step", "y": "log pi since the start, nats",
-                  "curves": {side: ([row["step"] for row in run], [row[side] for row in run])
-                             for side in ("chosen", "rejected")}} for name, run in rows.items()))
-    report(NAME, seed, steps=steps, pairs=len(pairs), before=before, after=after, runs=rows)
+    panels = [{"title": name, "x": "step", "y": "log pi since the start, nats",
+               "curves": {side: ([row["step"] for row in run], [row[side] for row in run])
+                          for side in ("chosen", "rejected")}} for name, run in rows.items()]
+    draw(NAME, *panels, share_y=True)
+    report(NAME, seed, {"before": before, "after": after}, steps=steps,
+           pairs=len(pairs), runs=rows)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Where the bytes of a training step are: counted from shapes, measured, and made fewer.
+"""The memory of a training step: counted from shapes, measured, and made smaller.
 
     python lessons/08_memory.py --seed 0        needs 4.3 GB of memory
 
-The model has the shape of SmolLM2-135M and random weights: nothing is downloaded. In float32 each
-number has 4 bytes, and of P weights, of which Q train, a step holds
+The model has the shape of SmolLM2-135M and random weights: nothing is downloaded. In
+float32 each number has 4 bytes, and of P weights, of which Q train, a step holds
 
-    weights 4 P    gradients 4 Q    AdamW 2 x 4 Q    activations, logits: for N tokens, `count`
+    weights 4 P   gradients 4 Q   AdamW 2 x 4 Q   activations, logits of N tokens: `count`
 
-Four steps are watched. Each has one more of the lines (1), (2) and (3) in `watched_step`. Predict:
-which part is the largest in each of them, and which line makes the step slower?
+Four steps are watched. Each has one more of the lines (1), (2) and (3) in
+`watched_step`. Predict the largest part of each step, and its time.
 """
 import argparse
 import gc
@@ -189,9 +189,9 @@ def main(seed=0):
               f"({change[most] / MB:+.0f}), in {times:.2f} times the time.")
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
     print(f"The system saw at most {resident / MB:.0f} MB in this process, programs included.\n")
-    draw(NAME, {"title": "a step", "x": "CPU seconds", "y": "MB in tensors", "curves": {
-        name: row.pop("curve") for name, row in rows.items()}})
-    report(NAME, seed, rows=rows, kv_cache=cache, resident=resident, off=off)
+    draw(NAME, {"title": "a step", "x": "CPU seconds", "y": "MB in tensors", "legend": "beside",
+                "curves": {name: row.pop("curve") for name, row in rows.items()}})
+    report(NAME, seed, {"off": off, "resident": resident}, rows=rows, kv_cache=cache)
 
 
 if __name__ == "__main__":

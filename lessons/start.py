@@ -1,7 +1,8 @@
-"""What every lesson starts from: a tiny model that was taught to call tools, and little else.
+"""What every lesson starts from: a tiny model that was taught to call tools.
 
-Importing this file lets a lesson find the repository, so that `python lessons/02_grpo.py` works
-from any folder. The model is made once, in a minute or two, and kept in runs/lessons/start.
+Importing this file lets a lesson find the repository, so that `python
+lessons/02_grpo.py` works from any folder. The model is made once, in a minute or two,
+and kept in runs/lessons/start.
 """
 import json
 import platform
@@ -15,10 +16,12 @@ FOLDER = ROOT / "runs" / "lessons"  # of the start model, and of what a lesson w
 
 
 def start_model() -> str:
-    """Return the folder of the start model. It is the same one whatever the seed of a lesson is.
+    """Return the folder of the start model. It is the same one whatever the seed of a
+    lesson is.
 
-    A short SFT imitates a scripted expert most of whose actions are wrong: the model copies numbers
-    and writes calls, and chooses poorly among them. With core alone, grpo.py makes the same one.
+    A short SFT imitates a scripted expert most of whose actions are wrong: the model
+    copies numbers and writes calls, and chooses poorly among them. With core alone,
+    grpo.py makes the same one.
     """
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
@@ -50,11 +53,22 @@ def make(folder, seed=0):
     unfinished.rename(folder)
 
 
-def report(name: str, seed: int, **result):
-    """Print a lesson's results as JSON, the last line of its output."""
+def report(name: str, seed: int, shown: dict, **result):
+    """Write a lesson's results to runs/lessons/NAME.json, and print a short JSON
+    object.
+
+    It is the last line of the output: `shown`, which are the main figures, and the
+    file's path.
+    """
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), cpu)
-    print(json.dumps({"command": f"python lessons/{name}.py --seed {seed}", "machine": cpu,
-                      "date": str(date.today()), "seed": seed, **result}))
+    head = {"command": f"python lessons/{name}.py --seed {seed}", "seed": seed}
+    path = FOLDER / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(
+        {**head, "machine": cpu, "date": str(date.today()), **shown, **result}) + "\n")
+    line = json.dumps({**head, **shown, "file": str(path)})
+    # Three decimals are enough to look at.
+    print(json.dumps(json.loads(line, parse_float=lambda number: round(float(number), 3))))
