@@ -49,8 +49,7 @@ def mean_of_others(rewards):
 
 
 def mean_of_group(rewards):
-    """b = the mean reward of the other episodes of the same equation: the step to
-    GRPO."""
+    """b = the mean reward of the other episodes of the same equation, as in GRPO."""
     return (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 
 

@@ -40,8 +40,7 @@ HELD_OUT = 100  # equations that are never trained on
 
 # -------------------------------------------------------------------- the two equations
 def group_advantages(rewards):
-    """A_i = (r_i - mean of its group) / (std of its group + 1e-4): (groups, GROUP) ->
-    the same."""
+    """A_i = (r_i - its group's mean) / (its group's std + 1e-4), (groups, GROUP) each."""
     advantages = []
     for r in rewards:  # (GROUP,)
         r = r - r[0]  # the mean of equal numbers may be rounded
@@ -50,10 +49,10 @@ def group_advantages(rewards):
 
 
 def clipped_loss(logprobs, old_logprobs, advantages):
-    """-min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) of each token, (b, T). PPO, arXiv
-    1707.06347.
+    """-min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) of each token, (b, T).
 
-    ratio = pi(token) / pi_old(token). pi_old is the policy that sampled the episode.
+    The loss is PPO's (arXiv 1707.06347). ratio = pi(token) / pi_old(token), where pi_old
+    is the policy that sampled the episode.
     """
     ratio = (logprobs - old_logprobs).exp()
     inside = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)
@@ -62,8 +61,7 @@ def clipped_loss(logprobs, old_logprobs, advantages):
 
 # ----------------------------------------------------------------------------- the loop
 def train(model, tokenizer, tasks, steps, seed):
-    """Sample groups, compare each episode with its group, update; yield each step's
-    numbers."""
+    """Sample groups, compare each episode with its group, update; yield the numbers."""
     optimizer = adamw(model, lr=LEARNING_RATE)
     options = {"limits": Limits(**recommended(ENV)), "seed": seed, "engine": make_engine}
     for step in range(steps):

@@ -44,8 +44,7 @@ RUNS = {"clip, new": (True, 0, LEARNING_RATE), "no clip, new": (False, 0, LEARNI
 
 # --------------------------------------------------------------------- the one equation
 def surrogate(logprobs, old_logprobs, advantages, clip):
-    """Return the loss of each token and its ratio, (B, T) each. Where A is 0, the loss
-    is 0.
+    """Return the loss of each token and its ratio, (B, T) each.
 
     Beyond the clip the gradient is 0, but only on the side to which A pulls: a token
     that has become too likely although A < 0 is still brought back.
@@ -58,8 +57,7 @@ def surrogate(logprobs, old_logprobs, advantages, clip):
 
 
 def collect(model, tokenizer, tasks, seed, step):
-    """Play a step's groups. Return the tensors to learn from, and the mean reward and
-    success."""
+    """Play a step's groups. Return tensors to learn from, mean reward and success."""
     drawn = draw_tasks(tasks, seed, step, TASKS, 0, TASKS)
     episodes = rollout(model, tokenizer, ENV, drawn, GROUP, limits=Limits(**recommended(ENV)),
                        seed=seed, step=step, engine=make_engine)
@@ -72,21 +70,18 @@ def collect(model, tokenizer, tasks, seed, step):
 
 
 def forward(model, token_ids, mask):
-    """Return log-probabilities and entropy, (B, T) each. A group's prompt is forwarded
-    once."""
+    """Return log-probs and entropy, (B, T) each. A group's prompt is forwarded once."""
     parts = [token_logprobs(model, token_ids[first:first + GROUP], mask[first:first + GROUP])
              for first in range(0, len(mask), GROUP)]
     return [torch.cat(tensors) for tensors in zip(*parts)]
 
 
 def train(clip, age, learning_rate, steps, seed):
-    """Train a fresh adapter. Return a row of numbers for each step, and the last ratios
-    (n,)."""
+    """Train a fresh adapter. Return a row for each step, and the last ratios (n,)."""
     model, tokenizer = load_model(start_model(), lora_r=LORA_R, seed=seed)
     tasks = load_tasks(ENV, "train", 10_000, seed)
     optimizer = adamw(model, lr=learning_rate)
-    # These batches wait before the first update. So each batch is trained on once, in
-    # its turn.
+    # These batches wait before the first update. Each batch is trained on once.
     batches = deque(collect(model, tokenizer, tasks, seed, step)[0] for step in range(age))
     rows = []
     for step in range(age, age + steps):
@@ -118,8 +113,7 @@ def outside(ratios) -> float:
 
 
 def histogram(ratios, bins=24):
-    """Return the middles of bins of log10(ratio) from -3 to 3, and the share of tokens
-    in each."""
+    """Return the middles of bins of log10(ratio), and the share of tokens in each."""
     counts = torch.histc(ratios.clamp(1e-3, 1e3).log10(), bins, -3, 3)
     width = 6 / bins
     return [-3 + width * (i + 0.5) for i in range(bins)], (counts / len(ratios)).tolist()

@@ -41,8 +41,7 @@ LEARNING_RATE, LORA_R = 4e-3, 16
 
 
 # ---------------------------------------------------------- one token of each estimator
-# Of each estimator its value k(x), and d log-prob k: the number that multiplies grad
-# log pi(y).
+# Of each estimator its value k(x), and the number that multiplies grad log pi(y).
 ESTIMATORS = {
     "k1": (lambda x: x, lambda x: torch.ones_like(x)),
     "k2": (lambda x: x**2 / 2, lambda x: x),
@@ -57,8 +56,7 @@ def exact_kl(logp, ref_logp):
 
 
 def compare(logp, ref_logp):
-    """Return of each estimator its bias, its noise, and its gradient's size, cosine and
-    noise.
+    """Return each estimator's bias and noise, and its gradient's size, cosine and noise.
 
     logp, ref_logp: (n, V), of every token that could have been sampled at n places of
     episodes. The gradient of log pi(y) by the logits is onehot(y) - pi, so the one that
@@ -87,8 +85,7 @@ def compare(logp, ref_logp):
 
 @torch.no_grad()
 def distributions(model, token_ids, mask):
-    """Return log pi and log ref of the whole vocabulary where a token was sampled: (n,
-    V) each."""
+    """Return log pi and log ref of all V tokens where one was sampled, (n, V) each."""
     def all_logprobs():
         logits = model(input_ids=token_ids).logits[:, :-1]  # column t predicts token t + 1
         return logits[mask[:, 1:].bool()].double().log_softmax(-1)
@@ -100,16 +97,14 @@ def distributions(model, token_ids, mask):
 
 # ------------------------------------------------------------ training with the penalty
 def forward(model, token_ids, mask):
-    """Return log-probabilities and entropy, (B, T) each. A group's prompt is forwarded
-    once."""
+    """Return log-probs and entropy, (B, T) each. A group's prompt is forwarded once."""
     parts = [token_logprobs(model, token_ids[first:first + GROUP], mask[first:first + GROUP])
              for first in range(0, len(mask), GROUP)]
     return [torch.cat(tensors) for tensors in zip(*parts)]
 
 
 def train(kl_coef, steps, seed):
-    """Train a fresh adapter. Return a row of numbers for each step, the model and a
-    last batch."""
+    """Train a fresh adapter. Return a row for each step, the model and the last batch."""
     model, tokenizer = load_model(start_model(), lora_r=LORA_R, seed=seed)
     tasks = load_tasks(ENV, "train", 10_000, seed)
     optimizer, rows = adamw(model, lr=LEARNING_RATE), []
@@ -144,8 +139,7 @@ def train(kl_coef, steps, seed):
 
 
 def main(steps=STEPS, seed=0):
-    """Train three times, compare the estimators on the last policy, show what to look
-    at."""
+    """Train three times, compare the estimators on the last policy, and draw it."""
     print(f"\n1. GRPO with {len(COEFFICIENTS)} weights of the penalty. Watch the reward, and the\n"
           "   KL to the start model in nats per sampled token.\n")
     print("kl_coef   steps     reward   success       KL   entropy")

@@ -50,8 +50,7 @@ def episode_credit(group):
 
 
 def turn_credit(group):
-    """Compare what a turn and all later ones earned with the others at the same
-    turn."""
+    """Compare what a turn and all later ones earned with the others at this turn."""
     credit = [[] for _ in group]
     for k in range(max(map(len, group))):
         there = [i for i, rewards in enumerate(group) if len(rewards) > k]
@@ -61,8 +60,7 @@ def turn_credit(group):
 
 
 def process_credit(group):
-    """Normalize every turn's own reward, and give a turn the sum of its own and the
-    later ones."""
+    """Normalize every turn's reward; give a turn the sum of its own and the later ones."""
     flat = iter(normalized([r for rewards in group for r in rewards]))
     by_episode = [[next(flat) for _ in rewards] for rewards in group]
     return [[sum(n[k:]) for k in range(len(n))] for n in by_episode]
@@ -73,8 +71,7 @@ CREDITS = {"episode": episode_credit, "turn": turn_credit, "process": process_cr
 
 # ---------------------------------------------------------------------- part 1: by hand
 def by_hand():
-    """Four right answers, after 1 to 4 turns, and four wrong ones. The reward comes at
-    the end."""
+    """Judge four right answers, after 1 to 4 turns, and four wrong ones, paid at the end."""
     group = [[0.0] * k + [right] for right in (1.0, 0.0) for k in range(4)]
     print("\n1. Eight episodes, paid 1 at the end if right: four right ones of 1, 2, 3 and 4\n"
           "   turns, and four wrong ones of the same lengths. What does the FIRST turn of\n"
@@ -129,15 +126,13 @@ def play_chain(chances, rng):
 
 
 def play_look(chances, rng):
-    """Look three times, then answer and be right; or guess at once, right half of the
-    time."""
+    """Look three times and be right; or guess at once, right half of the time."""
     look = rng.random() < chances[0]
     return [look], [0.0, 0.0, 0.0, 1.0] if look else [float(rng.random() < 0.5)]
 
 
 def teach(play, choices, credit, steps, seed):
-    """Train one logit for each choice by policy gradient. Return the mean chance, step
-    by step.
+    """Train one logit for each choice by policy gradient. Return each step's mean chance.
 
     Choice k is made in turn k and gets the advantage of that turn.
     """

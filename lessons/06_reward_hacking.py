@@ -36,8 +36,7 @@ MAX_TURNS = 8  # room for detours
 ANSWER, PAY, CHARGE = 5.0, 5.0, 3.0
 LEARNING_RATE = 0.1
 ACTIONS = ("help", "detour", "answer")
-# The chances of the actions at the start, where the equation is solved and where it is
-# not.
+# The chances of the actions at the start, where it is solved and where it is not.
 SOLVED, UNSOLVED = (0.0, 0.1, 0.9), (0.4, 0.55, 0.05)
 
 
@@ -62,8 +61,7 @@ REWARDS = {"paid": paid, "charged": charged, "progress": progress}
 
 # ---------------------------------------------------------------- playing, with a table
 def call_of(env, action):
-    """Return the tool and its argument by which the policy does this, where the
-    environment is."""
+    """Return the tool, and its argument, that is this action in the state of env."""
     best = env._best_call()  # the scripted expert's
     name, value = best["name"], next(iter(best["arguments"].values()))
     if action == "answer":
@@ -74,8 +72,7 @@ def call_of(env, action):
 
 
 def play(task, logits, rng):
-    """Play an episode; return what the rewards may look at, and its choices (state,
-    action)."""
+    """Play an episode; return what rewards may look at, and its (state, action) pairs."""
     env, choices, calls, text = Equations(), [], 0, []
     env.reset(**task)
     chances = logits.softmax(1).tolist()
@@ -94,8 +91,7 @@ def play(task, logits, rng):
 
 
 def train(reward, tasks, steps, seed):
-    """Train a table on this reward; yield each step's numbers, and an episode to
-    read."""
+    """Train a table on this reward; yield each step's numbers and an episode to read."""
     rng = random.Random(seed)
     logits = torch.tensor([SOLVED] + [UNSOLVED] * 3).clamp(min=1e-4).log().requires_grad_()
     optimizer = torch.optim.Adam([logits], lr=LEARNING_RATE)

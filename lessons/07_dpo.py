@@ -56,8 +56,7 @@ def pair_loss(chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, sft_coe
 
 
 def make_pairs(episodes):
-    """Return [(chosen, rejected)]: the best and the worst of a task, if their rewards
-    differ."""
+    """Return (chosen, rejected) of each task: its best and worst, if rewards differ."""
     pairs = []
     for group in members([t.group_id for t in episodes]):
         ranked = sorted((episodes[i] for i in group), key=lambda t: t.reward)

@@ -30,7 +30,7 @@ def draw(name: str, *panels: dict, share_y: bool = False) -> str | None:
         grid = figure.subplots(1, len(panels), squeeze=False, sharey=share_y)[0]
         for axes, panel in zip(grid, panels):
             for (label, (xs, ys)), colour in zip(panel["curves"].items(), COLOURS):
-                line = "--" if label in panel.get("dashed", ()) else "-"
+                line = (0, (4, 4)) if label in panel.get("dashed", ()) else "-"
                 axes.plot(xs, ys, line if len(xs) > 1 else "o", color=colour, label=label)
             for axis in panel.get("log", ""):
                 getattr(axes, f"set_{axis}scale")("log")
