@@ -251,7 +251,7 @@ def adapter_rounding(data):
 @block("lesson_05.json")
 def lesson_05(data):
     """Wrong signs of each credit, and what it teaches, all seeds in a cell."""
-    rows = [["credit", "useful turns with A < 0, seeds 0 to 2", "useless, A > 0",
+    rows = [["credit", "useful, A < 0, seeds 0 to 2", "useless, A > 0",
              "paid in every turn: steps to 0.9", "paid at the end: chance to look"]]
     for name in data["runs"][0]["judged"]:
         judged = [run["judged"][name] for run in data["runs"]]
@@ -330,8 +330,8 @@ def seeds_of(data) -> str:
 @block("lesson_01.json")
 def lesson_01(data):
     """What a baseline does to the gradient's variance and to learning, seed by seed."""
-    rows = [["seed", "variance left: the mean as baseline", "the group's mean",
-             "the best constant", "last reward: none", "the mean", "the group's mean"]]
+    rows = [["seed", "variance left: mean", "group's mean", "best constant",
+             "last reward: none", "mean", "group's mean"]]
     for run in data["runs"]:
         noise, final = run["noise"], run["final"]
         left = [f"{noise[name][0] / noise['none'][0]:.2f}" for name in ("mean", "group", "best")]

@@ -96,9 +96,9 @@ def judge(seed):
     groups = [[episodes[i].rewards for i in group]
               for group in members([t.group_id for t in episodes])]
     print(f"\n2. The same {len(episodes)} episodes of the start model, judged three times. A "
-          "turn is paid\n   if the equation is closer to its solution than ever before, or if the "
-          "right\n   answer is stated. We call such a turn useful. To undo a detour is no new\n"
-          "   progress, and counts as useless. Look at the last two columns.\n\n"
+          "turn is paid\n   if the equation is closer to its solution than ever before, or if "
+          "the right\n   answer is stated. We call such a turn useful. To undo a detour is no "
+          "new\n   progress, and counts as useless. Look at the last two columns.\n\n"
           "credit    mean A: useful  useless   A < 0: useful   A > 0: useless")
     result = {}
     for name, credit in CREDITS.items():
@@ -158,10 +158,11 @@ def main(steps=STEPS, seed=0):
     games = {"paid in every turn": (play_chain, CHAIN), "paid at the end": (play_look, 1)}
     curves = {game: {name: teach(*played, credit, steps, seed) for name, credit in CREDITS.items()}
               for game, played in games.items()}
-    print(f"\n3. Two games, {steps} steps of {GROUP} episodes. In the first, each of {CHAIN} turns "
-          "is right\n   or wrong and paid at once. In the second one may look three times and "
-          "then\n   be right, or guess and be right half of the time: looking is better. 'To 0.9'\n"
-          "   is the first step at which a turn of the first game is right with chance 0.9.\n\n"
+    print(f"\n3. Two games, {steps} steps of {GROUP} episodes. In the first, each of {CHAIN} "
+          "turns is right\n   or wrong and paid at once. In the second one may look three times "
+          "and then\n   be right, or guess and be right half of the time: looking is better. "
+          "'To 0.9'\n   is the first step at which a turn of the first game is right with "
+          "chance 0.9.\n\n"
           "credit    chance of a right turn, half time        to 0.9  chance to look, end")
     for name in CREDITS:
         chain, look = (curves[game][name] for game in games)

@@ -31,7 +31,8 @@ def draw(name: str, *panels: dict, share_y: bool = False) -> str | None:
         for axes, panel in zip(grid, panels):
             for (label, (xs, ys)), colour in zip(panel["curves"].items(), COLOURS):
                 line = (0, (4, 4)) if label in panel.get("dashed", ()) else "-"
-                axes.plot(xs, ys, line if len(xs) > 1 else "o", color=colour, label=label)
+                marker = "" if len(xs) > 1 else "o"
+                axes.plot(xs, ys, marker, linestyle=line, color=colour, label=label)
             for axis in panel.get("log", ""):
                 getattr(axes, f"set_{axis}scale")("log")
             axes.set(title=panel["title"], xlabel=panel["x"], ylabel=panel["y"])
