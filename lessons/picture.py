@@ -32,7 +32,7 @@ def draw(name: str, *panels: dict, share_y: bool = False) -> str | None:
             for (label, (xs, ys)), colour in zip(panel["curves"].items(), COLOURS):
                 line = (0, (4, 4)) if label in panel.get("dashed", ()) else "-"
                 marker = "" if len(xs) > 1 else "o"
-                axes.plot(xs, ys, marker, linestyle=line, color=colour, label=label)
+                axes.plot(xs, ys, marker=marker, ls=line, color=colour, label=label)
             for axis in panel.get("log", ""):
                 getattr(axes, f"set_{axis}scale")("log")
             axes.set(title=panel["title"], xlabel=panel["x"], ylabel=panel["y"])
