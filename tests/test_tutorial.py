@@ -172,8 +172,8 @@ def test_the_tutorial_shows_what_it_says(chosen, checkout, monkeypatch, capsys):
         reward = [notebook.shown[1][when]["reward"] for when in ("before", "after")]
         assert reward[1] > 1.2 * reward[0]
     else:
-        # Three seeds: from 0.18 to 0.24 after SFT, from 0.74 to 0.97 after GRPO (bench/tutorial.py).
-        assert successes[0][1] < 0.35 and successes[1][0] < 0.35 and successes[1][1] > 0.6
+        # Three seeds: from 0.19 to 0.29 after SFT, from 0.94 to 0.97 after GRPO (bench/tutorial.py).
+        assert successes[0][1] < 0.4 and successes[1][0] < 0.4 and successes[1][1] > 0.8
 
 
 def test_the_bench_runs_the_commands_of_the_page(tiny, probed_once, tmp_path, monkeypatch):
