@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from core.config import read_yaml
@@ -77,7 +78,7 @@ def shape_of(path: str):
 
     They are of its config.json in a folder or in the hub's cache. Without one, of Qwen2.5-0.5B.
     """
-    known = {}
+    width, inner, layers, vocabulary = 896, 4864, 24, 151936
     with suppress(Exception):  # load_model says what is wrong
         folder = newest(path)
         folder = base_of(folder) if is_adapter(folder) else folder
@@ -87,9 +88,9 @@ def shape_of(path: str):
             file = Path(try_to_load_from_cache(folder, "config.json"))
         known = read_json(file)
         known = known.get("text_config", known)
-    width = known.get("hidden_size", 896)
-    inner = known.get("intermediate_size", 4864)
-    layers, vocabulary = known.get("num_hidden_layers", 24), known.get("vocab_size", 151936)
+        vocabulary, layers = int(known["vocab_size"]), int(known["num_hidden_layers"])
+        inner = int(np.max(known["intermediate_size"]))  # gemma3n has one for each layer
+        width = int(known["hidden_size"])
     return width, inner, layers * width * (3 * inner + 3 * width) + vocabulary * width
 
 

@@ -151,10 +151,14 @@ def probe(model, source: str):
         if not logits.isfinite().all():
             raise UserError(f"{name}: its weights give logits that are not finite; "
                             "the file is damaged, or needs --dtype float32")
-        stock = logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        stock = logprobs_of(logits, ids)
         # Some models return float32 logits whatever computed them.
         dtype = model.get_output_embeddings().weight.dtype
         compare = partial(disagreement, TOLERANCE[dtype] * stock.std())
+        early = ids[:, :SHARED]
+        alone = partial(logprobs_of, stock_logits(model, early, name), early)
+        if problem := compare(stock[:, :SHARED - 1], alone):
+            raise UserError(f"{name}: is not causal: without the later tokens a forward {problem}")
         if problem := compare(stock[:, SHARED - 1:], train):
             raise UserError(f"{name}: the training forward {problem}")
         if problem := compare(stock[:, RESULT:], partial(engine_logprobs, model, ids)):
@@ -165,6 +169,11 @@ def probe(model, source: str):
     # A state would pass on to the next row, a convolution's to fewer tokens than a median shows.
     known.shares_prefix = not (known.state_bytes or compare(apart, train))
     print(f"{name}: training and decoding checked in {time.monotonic() - began:.1f} s")
+
+
+def logprobs_of(logits, ids):
+    """Return the log-probabilities (B, T - 1) of all ids (B, T) but the first."""
+    return logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
 
 def disagreement(limit, stock, run) -> str:

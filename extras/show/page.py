@@ -192,7 +192,8 @@ def equations(programs=PROGRAMS):
     found = []
     for program in ("grpo", "dpo", "sft", "reward_weighted"):
         path = programs / f"{program}.py"
-        tree = ast.parse(path.read_text("utf-8") if path.is_file() else "")
+        lines = path.read_text("utf-8").split("\n") if path.is_file() else []
+        tree = ast.parse("\n".join(lines))
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         names = {name: function for name, (file, function) in FUNCTIONS.items() if file == program}
         for node in tree.body:
@@ -208,8 +209,9 @@ def equations(programs=PROGRAMS):
             body = functions[name].body
             line = next((node for node in body if isinstance(node, ast.Assign)
                          and ast.unparse(node.targets[0]) == "loss"), body[-1])
+            whole = lines[line.lineno - 1:line.end_lineno]
             found.append({"loss": loss, "file": path.name, "line": line.lineno,
-                          "code": ast.unparse(line)})
+                          "code": " ".join(" ".join(whole).split())})
     return found
 
 

@@ -95,5 +95,5 @@ def test_an_answer_is_read_paid_and_shown_as_it_is(name):
                    messages=[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": text}], info={"task": {"answer": "4"}})
     assert exact(t) == 1
     for turn in (ids, ids[:-1]):
-        read = SimpleNamespace(chat=chat, read=lambda turn=turn: (chat.text(turn), "stop"))
+        read = SimpleNamespace(chat=chat, body=SimpleNamespace(parallel_tool_calls=True), read=lambda turn=turn: (chat.text(turn), "stop"))
         assert served_by.message_of(read)[0]["content"] == "4"
