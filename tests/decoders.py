@@ -59,12 +59,12 @@ for _verdict, _families in (
         qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"""),
     ("trains", """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr whisper
-        bloom cpmant doge dory falcon falcon_mamba gpt_neo gpt_neox_japanese
-        hrm_text hy_v4 inkling2_loop_text inkling2_text jamba mamba mpt nemotron openai-gpt phimoe qwen2_moe rwkv stablelm xglm xlm xlnet zamba"""),
+        bloom doge dory falcon falcon_mamba gpt_neo gpt_neox_japanese
+        hrm_text hy_v4 inkling2_loop_text inkling2_text jamba mamba mpt nemotron openai-gpt phimoe qwen2_moe rwkv stablelm xglm zamba"""),
     ("refused", """
-        axk2 bert bert-generation big_bird camembert data2vec-text deepseek_v32 deepseek_v4
+        axk2 bert bert-generation big_bird camembert cpmant data2vec-text deepseek_v32 deepseek_v4
         dots3_note dots3_note_text electra ernie glm_moe_dsa inkling_text llama4 llama4_text megatron-bert modernbert-decoder
-        prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xlstm"""),
+        prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xlstm"""),
     ("not made", """
         cohere_compass_text dbrx deepseek_v2 dots1 emu3 gemma4_assistant mllama musicgen musicgen_melody qwen4_exp
         qwen4_exp_text reformer xmod zamba2 zaya"""),
