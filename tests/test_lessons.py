@@ -161,6 +161,7 @@ def test_the_rewards_of_lesson_6_by_hand(monkeypatch):
         episode = hacking.play({"equation": "3x + 7 = 16"}, torch.stack(table), random.Random(0))
         rows[name] = [reward(episode) for reward in hacking.REWARDS.values()] + [episode["success"], episode["turns"]]
     assert rows == {"solution": [15, -1, 9, True, 3], "circle": [40, -24, 4, False, 8], "guess": [0, 0, 0, False, 1]}
+    assert hacking.paid({"calls": 7, "success": True}) == 40  # the circle loses nothing by an answer in the last turn
 
 
 def test_the_loss_of_lesson_7_is_that_of_dpo(monkeypatch):
