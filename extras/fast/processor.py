@@ -88,9 +88,10 @@ def shape_of(path: str):
             file = Path(try_to_load_from_cache(folder, "config.json"))
         known = read_json(file)
         known = known.get("text_config", known)
-        vocabulary, layers = int(known["vocab_size"]), int(known["num_hidden_layers"])
-        inner = int(np.max(known["intermediate_size"]))  # gemma3n has one for each layer
-        width = int(known["hidden_size"])
+        width = int(known.get("hidden_size", width))
+        inner = int(np.max(known.get("intermediate_size", inner)))  # gemma3n: one for each layer
+        layers = int(known.get("num_hidden_layers", layers))
+        vocabulary = int(known.get("vocab_size", vocabulary))
     return width, inner, layers * width * (3 * inner + 3 * width) + vocabulary * width
 
 

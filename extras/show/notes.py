@@ -122,9 +122,15 @@ def next_command(program, config, *words):
 
 
 def changed_flags(config):
-    """Return the names of the flags that differ from their defaults. A measured one has none."""
-    return [name for name, option in options(type(config)).items()
-            if not callable(option.default) and getattr(config, name) != option.default]
+    """Return the names of the flags that differ from their defaults; that of dtype is measured."""
+    changed = []
+    for name, option in options(type(config)).items():
+        default = option.default
+        if name == "dtype" and callable(default):
+            continue
+        if getattr(config, name) != (default(config) if callable(default) else default):
+            changed.append(name)
+    return changed
 
 
 def idle_notes(config):

@@ -437,7 +437,7 @@ def small_config(family, **options):
     ("bart", "BartForConditionalGeneration", "bart is an encoder-decoder or a classifier; only decoders are trained here"),
     ("whisper", "WhisperForConditionalGeneration", "whisper is an encoder-decoder or a classifier; only decoders are trained here"),
     ("t5", "T5ForConditionalGeneration", "t5 is an encoder-decoder or a classifier; only decoders are trained here"),
-    ("bert", "BertForMaskedLM", "the training forward differs from transformers' by"),
+    ("bert", "BertForMaskedLM", "is not causal: without the later tokens a forward differs from transformers' by"),
     ("vit", "ViTForImageClassification", "vit is an encoder-decoder or a classifier"),
     ("qwen2", "Qwen2ForSequenceClassification", "qwen2 is an encoder-decoder or a classifier"),  # its head was tied to the embedding
     ("llama", "LlamaModel", "no weights for lm_head.weight: the model is incomplete, or of a kind that predicts no next token")])

@@ -173,13 +173,13 @@ def test_a_kernel_that_reads_a_weight_only_while_training_is_found():
     assert {name.split(".")[-1] for name in adapted_linears(model)} == {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"} and not model.training
 
 
-def test_an_encoder_is_refused_because_training_would_be_causal():
+def test_an_encoder_is_refused_because_its_tokens_see_later_ones():
     import transformers
     torch.manual_seed(0)
     model = decoders.filled(transformers.BertLMHeadModel(transformers.BertConfig(
         vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)).eval())
     speed_up(model)
-    with pytest.raises(UserError, match="folder: BertLMHeadModel: the training forward differs from transformers' by "):
+    with pytest.raises(UserError, match="folder: BertLMHeadModel: is not causal: without the later tokens a forward differs from transformers' by "):
         probe(model, "folder")
 
 
