@@ -63,7 +63,7 @@ class Signals:
             os.write(2, NOTICE)
 
     def send_again(self, unraisable):
-        """Send a signal again that came in a callback of a weak reference, where its Stop is lost."""
+        """Send a signal again that came in a callback of a weak reference: its Stop was lost."""
         if not isinstance(unraisable.exc_value, Stop):
             return self.print_unraisable(unraisable)
         signum, self.signum = self.signum, None
