@@ -170,7 +170,7 @@ def weighted(advantages, trainer_logprobs, sampled_logprobs, mask, cap):
                                   "importance_capped": (sampled >= cap).float().mean().item()}
 
 
-# A normalizer: losses of tokens (b, T), mask (b, T), `Counts` -> their part of the step's loss.
+# A normalizer sums the tokens' losses (b, T) under the mask, and divides by a count of the step.
 def sequence_mean(x, mask, counts):
     """Mean over each sequence's tokens, then over sequences."""
     return (masked(x, mask).sum(1) / mask.sum(1).clamp(min=1)).sum() / counts.sequences
@@ -410,8 +410,8 @@ def train(config: Config) -> dict:
             advantages = token_advantages(batch, mask, config.credit, scale=config.scale_rewards)
             old_logprobs, ref_logprobs, advantages = score_policies(
                 model, start_policy, token_ids, mask, sampled_logprobs, advantages, config, run)
-            rest = config.kl_coef or config.entropy_coef  # without, advantages of 0 teach nothing
-            taught = [i for i, a in enumerate(advantages) if rest or a.any()]  # n <= B episodes
+            keep_all = config.kl_coef or config.entropy_coef  # without them A = 0 has no gradient
+            taught = [i for i, a in enumerate(advantages) if keep_all or a.any()]  # n <= B episodes
             counts = Counts(len(batch), int(mask.sum()), config.max_tokens, int(mask[taught].sum()))
             run.record(batch, advantages=advantages, old=old_logprobs, ref=ref_logprobs)
             # 3. Update, in micro-batches, through merged weights: they round as the sampler's did.
@@ -419,8 +419,8 @@ def train(config: Config) -> dict:
             for update in range(config.updates_per_step):  # the last one is logged
                 metrics = []  # of every micro-batch; they add up to the step's
                 with merged_to_train(model):
-                    for rows in run.micro_batches(len(taught), step, update):
-                        rows = taught[rows]  # b of the n
+                    for span in run.micro_batches(len(taught), step, update):
+                        rows = taught[span]  # b of the n episodes
                         logprobs, entropy = token_logprobs(
                             model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each
                         loss, numbers = total_loss(
