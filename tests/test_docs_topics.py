@@ -96,4 +96,4 @@ def test_the_exit_statuses():
 def test_every_evaluated_figure_is_there():
     """No page is left with a word that stands for a figure."""
     for page in (ROOT / "docs").rglob("*.md"):
-        assert not re.search(r"\b(TODO|TIMES|MEMTIME|XXX)\b", re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.S)), page.name
+        assert not re.search(r"\b(TODO|TIMES|MEMTIME|XXX)\b", page.read_text()), page.name
