@@ -371,7 +371,7 @@ def rollout_options(config, run=None, model=None) -> dict:
         raise UserError(facts(model).refuses_engine)
     return {"limits": envs.limits_of(config), "temperature": getattr(config, "temperature", 1.0),
             "seed": config.seed, "env_options": envs.options_of(config), "agent": Episode,
-            "engine": sampler_of(config, run), "pay": rewards_of(config), "run": run}
+            "engine": sampler_of(config, run), "pay": rewards_of(config, run), "run": run}
 
 
 def evaluate(model, tokenizer, env_name: str, tasks: list[dict], group_size: int = 1,

@@ -85,6 +85,7 @@ class Run:
         line, written: the metrics of the present step, and its episodes in trajectories.jsonl.
         before, after: what an evaluation returned before the first step and after the last.
         played, rollout_seconds, rollout_tokens: `agent.rollout` adds to them.
+        costs: what layers have counted since the program started, for timing.jsonl and result.json.
         kept: what a layer keeps from one rollout to the next.
         listeners: called with (step, metrics, timing) after each step.
         endings: called with the folder when the run has finished.
@@ -104,6 +105,7 @@ class Run:
         self.step = self.seconds = self.played = 0
         self.line, self.before, self.after, self.kept = {}, {}, {}, {}
         self.listeners, self.endings, self.written = [], [], []
+        self.costs = Counter()
         self.planned = self.saved = None
         self.has_begun = False
         self.start_clock()
@@ -276,7 +278,7 @@ class Run:
 
     def timing_of(self, line: dict, seconds: float) -> dict:
         """Return what a clock decides of a step."""
-        return {"seconds": seconds, "peak_memory_mb": peak_memory_mb()}
+        return {"seconds": seconds, "peak_memory_mb": peak_memory_mb(), **self.costs}
 
     def show_step(self, line: dict, seconds: float):
         """Print the main numbers of a step."""
@@ -325,7 +327,7 @@ class Run:
                   "success_after": after.get("success"), "before": self.before, "after": after,
                   "held_out_tasks": after.get("episodes"), "steps": self.total,
                   "seed": self.config.seed, "seconds": time.monotonic() - self.opened,
-                  "peak_memory_mb": peak_memory_mb(), **extra}
+                  "peak_memory_mb": peak_memory_mb(), **self.costs, **extra}
         if self.writes:
             write_whole(self.folder / "result.json", to_json(result, indent=1))
         self.show_result(next_program)

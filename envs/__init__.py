@@ -140,7 +140,7 @@ def all_have(env_names, member: str) -> bool:
     return all(hasattr(load(name), member) for name in names_of(env_names))
 
 
-def rewards_of(config):
+def rewards_of(config, run=None):
     """Return None: the environments pay alone. extras/rewards returns what else pays the agents."""
     if config.rewards:
         raise UserError("--rewards needs extras/rewards")

@@ -28,7 +28,9 @@ def sources(config) -> list[str]:
         # Most runs name no functions that pay.
         from extras.rewards import rewards_of
         rewards = rewards_of(config)
-        modules += rewards.modules if rewards else []
+        if rewards:
+            modules += rewards.modules
+            paths += filter(None, [judge.path for judge in rewards.judges])
     for module_name in modules:
         # A class of a notebook has no file.
         if path := getattr(sys.modules[module_name], "__file__", None):

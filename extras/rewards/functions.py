@@ -16,7 +16,8 @@ from envs.answers import spaced
 from envs.calls import awaited, message_of, needed
 from envs.files import module_at
 from extras.rewards.exact import exact, final_answer, references_of
-from extras.rewards.trl import as_trl, is_of_trl, turns_of
+from extras.rewards.judge import Judge, judge_of
+from extras.rewards.trl import as_trl, is_of_trl, takes_all, turns_of
 from core.config import UserError, nearest, reading, say_once
 from core.data import is_finite
 
@@ -97,7 +98,7 @@ BUILT_IN = {"environment": environment, "exact": exact, "format": well_formed,
 
 
 # -------------------------------------------------------------------------------- what is asked for
-def load(config) -> "Rewards":
+def load(config, run=None) -> "Rewards":
     """Return the functions that --rewards names. Raises UserError."""
     if not config.rewards:
         raise UserError(f"--env {config.env}: there is no get_reward(): write one "
@@ -105,7 +106,8 @@ def load(config) -> "Rewards":
     functions, weights = {"environment": environment}, {}
     for item in filter(str.strip, config.rewards.split(",")):
         target, _, weight = (side.strip() for side in item.partition("="))
-        name = target.rpartition(":")[2]
+        judge = judge_of(target, config, run) if target.partition(":")[0] == "judge" else None
+        name = judge.name if judge else target.rpartition(":")[2]
         if name in weights or (name == "environment" and target != name):
             raise UserError(f"--rewards {item}: another function has this name")
         with reading(f"--rewards {item}"):
@@ -114,7 +116,7 @@ def load(config) -> "Rewards":
                 if not is_finite(weight):
                     raise ValueError("a weight is a finite number, or veto")
             weights[name] = weight
-        functions[name] = _function(target)
+        functions[name] = judge or _function(target)
         if target == "math_verify" and not find_spec(target):
             raise UserError("--rewards math_verify: pip install math-verify")
         if target == "length":
@@ -128,8 +130,9 @@ def _function(target: str):
         return BUILT_IN[target]
     place, colon, name = target.rpartition(":")
     if not colon:
-        known = f"known: {', '.join(BUILT_IN)}, or give path/to/file.py:function"
-        raise UserError(f"--rewards {target}: {nearest(target, BUILT_IN, otherwise=known)}")
+        names = [*BUILT_IN, "judge"]
+        known = f"known: {', '.join(names)}, or give path/to/file.py:function"
+        raise UserError(f"--rewards {target}: {nearest(target, names, otherwise=known)}")
     function = getattr(module_at(place, f"--rewards {target}"), name, None)
     if not callable(function):
         raise UserError(f"--rewards {target}: {place} has no function {name}; a lambda or an "
@@ -159,6 +162,10 @@ class Rewards:
         # A partial itself is of functools.
         return [getattr(f, "func", f).__module__ for f in self.functions.values()]
 
+    @property
+    def judges(self) -> list[Judge]:
+        return [f for f in self.functions.values() if isinstance(f, Judge)]
+
     def __call__(self, episodes: list):
         """Set the rewards of agents (agent.Episode) whose episode has ended and did not fail.
 
@@ -174,14 +181,18 @@ class Rewards:
         """Return a function's values, one for each of the episodes."""
         function = self.functions[name]
         try:
-            if is_of_trl(function):
+            if takes_all(function):
+                values = awaited(function([e.trajectory for e in episodes]))
+            elif is_of_trl(function):
                 values = awaited(function(**as_trl(episodes, name, function)))
-                if isinstance(values, Iterable):
-                    values = list(values)
             else:
                 values = [function(e.trajectory) for e in episodes]
                 if asyncio.iscoroutine(values[0]):
                     values = awaited(side_by_side(values))
+            if isinstance(values, Iterable):
+                values = list(values)
+        except UserError:
+            raise
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(f"--rewards {name} raised {message_of(error)} "
@@ -213,7 +224,7 @@ class Rewards:
                 vetoed |= not any(turns)
             else:
                 t.rewards = [a + weight * b for a, b in zip(t.rewards, turns)]
-                if name not in MANNERS:
+                if name not in MANNERS and not isinstance(self.functions[name], Judge):
                     earned[name] = weight * math.fsum(turns)
         if vetoed:
             t.rewards = [min(reward, 0.0) for reward in t.rewards]
@@ -221,6 +232,10 @@ class Rewards:
         if not session.pays and not hasattr(session.env, "_check"):
             total = math.fsum(earned.values()) if earned else t.reward
             t.info["success"] = total > 1e-9 and not vetoed
+            if self.judges and not earned:
+                say_once("note: --rewards: success is a reward above 0, which a judge gives to "
+                         "nearly every episode: read reward/NAME, or give the environment a "
+                         "_check() (envs/template.py)")
             if len(earned) > 1:
                 # Some of them may pay for manners.
                 say_once(f"note: --rewards: success is {' + '.join(earned)} above 0; where that is "

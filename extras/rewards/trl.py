@@ -1,4 +1,5 @@
 """How reward functions that were written for TRL are called."""
+import inspect
 from types import SimpleNamespace
 
 from envs.calls import accepts, needed
@@ -9,6 +10,11 @@ def turns_of(t) -> list[int]:
     """Return where in an episode's messages its turns are. Before them a "prompt" may have some."""
     places = [i for i, message in enumerate(t.messages) if message["role"] == "assistant"]
     return places[-len(t.rewards):]
+
+
+def takes_all(function) -> bool:
+    """True for a function of ours that gets all episodes at once, in an argument `episodes`."""
+    return "episodes" in inspect.signature(function).parameters
 
 
 def is_of_trl(function) -> bool:
