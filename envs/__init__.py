@@ -3,10 +3,11 @@
 The contract is what TRL's `environment_factory` takes: no constructor arguments;
 `reset(**task) -> str | None` returns the first user message and renews all state; every other
 public method with type hints and a Google-style docstring is a tool, and what it raises is its
-answer to the model; `get_reward() -> float` is the total of the episode, and may be missing where
---rewards names functions. Methods may be async. A task's "prompt", text or messages, comes before
-what `reset` returns, or is left to a `reset` that takes it and returns text. Each episode has its
-own instance, whose calls come from one thread (extras/isolate: time-outs, clients that are kept).
+answer to the model, but an EnvironmentFault of core.config, which ends the run; `get_reward() ->
+float` is the total of the episode, and may be missing where --rewards names functions. Methods may
+be async. A task's "prompt", text or messages, comes before what `reset` returns, or is left to a
+`reset` that takes it and returns text. Each episode has its own instance, whose calls come from one
+thread (extras/isolate: time-outs, clients that are kept).
 All else is optional and invisible to TRL:
 
     system_prompt, max_turns    attributes

@@ -6,7 +6,7 @@ import types
 import typing
 from contextlib import suppress
 
-from core.config import UserError, first_line
+from core.config import EnvironmentFault, UserError, first_line
 from core.data import without_surrogates
 
 SHORTEST = 40  # characters of a result that are shown in any case
@@ -31,7 +31,8 @@ def schemas(env) -> list[dict]:
                 if parameter.kind in STARRED:
                     raise TypeError(f"no call can fill {parameter}; take a list or a dict; in a "
                                     "decorator use functools.wraps")
-            out.append(get_json_schema(method))
+            # An adapter may know the schema (extras/adapters/mcp_text.py).
+            out.append(getattr(method, "schema", None) or get_json_schema(method))
             # A decorated method, or one that has two names, has another __name__.
             out[-1]["function"]["name"] = name
         # transformers raises DocstringParsingException and TypeHintParsingException.
@@ -131,7 +132,8 @@ def hint_name(hint) -> str:
 def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | None]:
     """Run one tool call. Return the text for the model, and the exception that it reports, or None.
 
-    Unknown tools, arguments that do not fit and what the tool raises are answers to the model.
+    Unknown tools, arguments that do not fit and what the tool raises are answers to the model. An
+    EnvironmentFault is none: no model can help a server that is gone, and the run ends.
     """
     try:
         methods = tools(env)
@@ -147,6 +149,8 @@ def call_tool(env, name: str, arguments: dict) -> tuple[str, BaseException | Non
         return without_surrogates(str(result)), None
     except WrongCall as error:
         return f"error: {error}", error
+    except EnvironmentFault:
+        raise
     # A tool that runs the model's code may meet its exit().
     except (Exception, SystemExit) as error:
         return f"error: {message_of(error)}", error

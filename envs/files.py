@@ -10,8 +10,8 @@ from core.config import UserError, nearest
 # --env PACKAGE:NAME, as {package: make(name) -> class}. extras/adapters fills it.
 ADAPTERS = {}
 # The layer without which an environment is not there.
-NEEDED = {"code": "sandbox", "gymnasium": "adapters", "reasoning_gym": "adapters",
-          "verifiers": "adapters"}
+NEEDED = {"code": "sandbox", "gymnasium": "adapters", "mcp": "adapters",
+          "reasoning_gym": "adapters", "verifiers": "adapters"}
 LIBRARY = ("agent", "core", "envs", "episodes", "extras", "layers", "llm", "lora",
            "schooling")  # not the user's
 # What a relative path names is decided once: an environment may change the current folder.

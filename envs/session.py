@@ -125,9 +125,14 @@ class Session:
         return f"environment {self.name}: {member} on task {str(self.task)[:200]}"
 
     def _ask(self, method, *arguments):
-        """Call a method of Session. What the environment raises becomes an EpisodeFault."""
+        """Call a method of Session. What the environment raises becomes an EpisodeFault.
+
+        Its own EnvironmentFault ends the rollout, and so the run.
+        """
         try:
             return method(self, *arguments)
+        except EnvironmentFault:
+            raise
         except (Exception, SystemExit) as error:
             fault = f"{self.place(self.member)} raised {message_of(error)}"
             raise EpisodeFault(fault) from error

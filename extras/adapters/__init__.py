@@ -4,6 +4,7 @@
     reasoning_gym_text.py  the task families of Reasoning Gym
     verifiers_text.py      single-turn tasks of verifiers
     numbered.py            what the three share
+    mcp_text.py            the tools of an MCP server, and tasks of a file
 
 Importing this package fills envs.files.ADAPTERS. Environments that were written for TRL and
 clients of OpenEnv need no adapter: the contract of envs/ is theirs.
@@ -46,4 +47,11 @@ def verifiers(name: str) -> type:
     return make(name)
 
 
-ADAPTERS.update(gymnasium=gymnasium, reasoning_gym=reasoning_gym, verifiers=verifiers)
+def mcp(place: str) -> type:
+    """Return the environment of an MCP server, of which this is the command or the address."""
+    with installed("mcp", place):
+        from extras.adapters.mcp_text import make
+    return make(place)
+
+
+ADAPTERS.update(gymnasium=gymnasium, mcp=mcp, reasoning_gym=reasoning_gym, verifiers=verifiers)

@@ -302,7 +302,10 @@ class Session(envs.session.Session):
         fault = error = None
         if self.timed_out:
             fault = f"{self.place(self.member)} did not return within {self.watch.timeout:g} s"
-        elif error := self.outcome.exception():
+        elif isinstance(error := self.outcome.exception(), EnvironmentFault):
+            # The environment says itself that it is broken.
+            raise error
+        elif error:
             fault = f"{self.place(self.member)} raised {message_of(error)}"
         self.watch.count((self.name, self.phase), fault)
         if fault:

@@ -137,7 +137,7 @@ class Server:
         if self.run:
             self.run.costs.update({f"judge/{key}": value for key, value in costs.items()})
 
-    # ---------------------------------------------------------------------------------- the verdicts
+    # ------------------------------------------------------------------------------- the verdicts
     @property
     def path(self) -> Path:
         """The file of the verdicts that this process adds. Each of several ranks has its own."""
@@ -163,7 +163,7 @@ class Server:
         """Return the hash by which a verdict is known: of all that decides it."""
         return hashlib.sha256(json.dumps(self.body(prompt)).encode()).hexdigest()[:32]
 
-    # ----------------------------------------------------------------------------------- one request
+    # -------------------------------------------------------------------------------- one request
     @property
     def url(self) -> str:
         """The address, without a slash at its end. Raises UserError without one."""

@@ -352,3 +352,26 @@ def test_two_steps_of_grpo_and_a_resumed_run_that_asks_for_nothing_twice(stub, t
     (again / "judge.jsonl").write_bytes((out / "judge.jsonl").read_bytes())
     grpo.train(grpo.Config(**options, max_steps=2, output_dir=str(again)))
     assert len(server.bodies) == asked and (again / "metrics.jsonl").read_bytes() == (out / "metrics.jsonl").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------------ our own server
+def test_our_own_server_is_a_judge(tmp_path, monkeypatch):
+    """`python agent.py --model_path BASE --serve`: the policy's own base judges. Its turns are forced here; an untaught one writes no verdict."""
+    pytest.importorskip("fastapi")
+    from test_server import Served
+    from layers import load_model
+    model, tokenizer = load_model("tiny", train=False)
+    served = Served(model, tokenizer)
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{served.url}/v1")
+
+    def turn(text):
+        return [*tokenizer.encode(text, add_special_tokens=False), model.config.eos_token_id]
+    try:
+        served.script += [turn("Neither."), turn('{"scores": [1.0, 0.25]}')]
+        episodes = [said("good"), said("bad")]
+        found = judge(tmp_path, "max_tokens: 40")(episodes)
+        assert sorted(found) == [0.25, 1.0] and len(served.rows) == 2
+        with pytest.raises(UserError, match=r"no verdict of http.* in 2 tries; the last: it (was cut by the limit|has no JSON)"):
+            judge(tmp_path, "max_tokens: 8\ntries: 2")(episodes)
+    finally:
+        served.http.should_exit = True
