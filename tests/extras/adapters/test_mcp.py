@@ -1,6 +1,7 @@
 """extras/adapters/mcp_text.py: the tools of a real MCP server, by a command and by an address, and everything that can go wrong with it."""
 import faulthandler
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -229,6 +230,23 @@ def test_a_server_that_does_not_start_is_one_line(command, says):
 
 
 # ------------------------------------------------------------------------------------------------------ the programs
+def test_the_page(tmp_path, monkeypatch):
+    """docs/mcp.md: its server, its tasks and its command work as they stand there."""
+    page = (Path(__file__).parents[3] / "docs" / "mcp.md").read_text()
+    for name, language in (("shelf.py", "python"), ("apples.jsonl", "json")):
+        (tmp_path / name).write_text(re.search(rf"```{language}\n(.*?)```", page, re.S)[1])
+    monkeypatch.chdir(tmp_path)
+    env = f"mcp:{sys.executable} shelf.py"
+    tasks = load_tasks(env, "train", None, 0, "apples.jsonl") + load_tasks(env, "test", None, 0, "apples.jsonl")
+    game = Game(Setup(Config(env=env, tasks="apples.jsonl")), tasks[0])
+    boxes = {color: int(game.take_turn("", call("count", color=color))[0][0]) for color in ("red", "green", "blue")}
+    assert game.system_prompt == "Answer with the number alone." and len(tasks) == 4
+    for task in tasks:
+        named = [number for color, number in boxes.items() if color in task["prompt"] or "all" in task["prompt"]]
+        assert game.take_turn("", call("add", numbers=named)) == [(task["answer"], 0.0)]
+
+
+@pytest.mark.slow
 def test_check_and_play(place, prompts, monkeypatch):
     monkeypatch.setattr(check, "REPLAYED", 1)
     this = Setup(Config(env=f"mcp:{place}", tasks=prompts, env_options="tools=put+reset_"))

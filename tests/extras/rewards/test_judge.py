@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -321,6 +322,17 @@ def test_names_and_files(tmp_path):
     rubric.write_text("---\nform: score\n---\n")
     with pytest.raises(UserError, match="there is no rubric in it"):
         loaded(f"judge:{rubric}")
+
+
+def test_the_page(tmp_path):
+    """docs/judges.md: the file that it shows has every setting, and it names the sums and statuses that there are."""
+    page = (Path(__file__).parents[3] / "docs" / "judges.md").read_text()
+    rubric = tmp_path / "rubric.md"
+    rubric.write_text(re.search(r"```text\n(.*?)```", page, re.S)[1])
+    found = loaded(f"judge:{rubric}").functions["rubric"]
+    assert found.settings == judging.Settings("gpt-5-mini", "https://api.openai.com/v1", temperature=0.0) and "{answer}" in found.rubric
+    assert {*vars(found.settings)} <= {*re.findall(r"\w+", page)} and re.findall(r"^\| `(\w+)` \|", page, re.M) == ["form", "rank", "pairs", "score"]
+    assert ", ".join(map(str, asking.LATER)) + ", 5xx" in page
 
 
 # ------------------------------------------------------------------------------------------------------ a run
