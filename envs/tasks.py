@@ -16,7 +16,7 @@ class EnvironmentFlags:
     fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
     unsafe_code: bool = flag(False, "run the model's Python code with NO protection")
     rewards: str | None = flag(None, "name=weight,...: functions that pay, too "
-                                     "(extras/rewards/__init__.py); also module:function")
+                                     "(extras/rewards/__init__.py); also module:function, judge:FILE")
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,8 @@ at most its own episode, until it happens so often that the environment must be 
                                     any other call ends its episode. Nine in a rollout end that
     one that holds Python's lock    the process ends with a traceback that names the tool
     nearly all episodes fail        of ten or more, three in four by a fault: the run ends
+    one that raises EnvironmentFault
+                                    the run ends: no model can help a server that is gone
     one that calls os._exit         it fails as by sys.exit, and the process goes on
     tools that replace sys.stdout   the run ends, because their results may be mixed up
     a signal during a slow call     it is handled at once (`run.check`)

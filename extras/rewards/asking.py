@@ -211,7 +211,9 @@ class Server:
     def request(self, path: str, body=None):
         """Return the parsed answer to a POST of the body, or to a GET without one."""
         key = os.environ.get("OPENAI_API_KEY", "none")
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        # Some services refuse the name that urllib gives itself.
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}",
+                   "User-Agent": "agentic-rl"}
         request = Request(self.url + path, body and json.dumps(body).encode(), headers)
         with self.lock:
             self.costs["requests"] += 1
@@ -228,8 +230,10 @@ class Server:
 
     def refused(self, error: HTTPError) -> Exception:
         """Return what to raise for a status of the server."""
+        said = b""
         with suppress(OSError, HTTPException):
-            reason = first_line(error.read().decode(errors="replace") or error.reason)
+            said = error.read()
+        reason = first_line(said.decode(errors="replace") or error.reason)
         text = f"{self.url}: {error.code}: {reason}"
         if error.code not in LATER and error.code < 500:
             return UserError(f"--rewards {self.name}: {text}")

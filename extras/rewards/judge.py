@@ -154,7 +154,7 @@ def said_in(messages: list[dict]) -> str:
     """Return messages as the judge reads them. No reward is among them."""
     lines = []
     for message in messages:
-        lines.append(f"{message['role']} {message.get('name', '')}".strip() + ":")
+        lines.append(f"{message['role']} {message.get('name') or ''}".strip() + ":")
         if message["content"]:
             lines.append(message["content"])
         for call in message.get("tool_calls", ()):

@@ -357,13 +357,14 @@ def test_two_steps_of_grpo_and_a_resumed_run_that_asks_for_nothing_twice(stub, t
     timing = [json.loads(line) for line in (out / "timing.jsonl").read_text().splitlines()]
     assert timing[1]["judge/verdicts"] == 6  # two of the evaluation before, and two of each step
     assert not any("judge" in name for name in lines[0])  # what a resumed run is not asked again
-    # The same verdicts are on disk: another run with the same folder of verdicts asks for none.
-    asked = len(server.bodies)
-    again = tmp_path / "again"
-    again.mkdir()
-    (again / "judge.jsonl").write_bytes((out / "judge.jsonl").read_bytes())
-    grpo.train(grpo.Config(**options, max_steps=2, output_dir=str(again)))
-    assert len(server.bodies) == asked and (again / "metrics.jsonl").read_bytes() == (out / "metrics.jsonl").read_bytes()
+    # A server that fails in the second step ends the run. Resumed, it asks for what is missing, and is the run that never ended.
+    asked, again = len(server.bodies), str(tmp_path / "again")
+    server.answer = lambda body, number: (401, {}) if number == asked + 5 else scores(body, share)
+    with pytest.raises(UserError, match="--rewards letters: .*401") as error:
+        grpo.train(grpo.Config(**options, max_steps=2, output_dir=again))
+    assert "step 1 is saved; continue with: python" in error.value.__notes__[0] and f"--rewards judge:{rubric},environment=0" in error.value.__notes__[0]
+    grpo.train(grpo.Config(**options, max_steps=2, output_dir=again, resume=True))
+    assert len(server.bodies) == asked + 1 + asked and (tmp_path / "again" / "metrics.jsonl").read_bytes() == (out / "metrics.jsonl").read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------------ our own server

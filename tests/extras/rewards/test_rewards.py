@@ -204,8 +204,22 @@ def functions(tmp_path):
     return str(path)
 
 
+def test_a_function_of_all_episodes_compares_those_of_a_group(tmp_path):
+    """It may be async, and its values are checked like those of others."""
+    path = tmp_path / "ranks.py"
+    path.write_text("def best(episodes):\n    return (float(len(t.messages[-1]['content']) == max(len(o.messages[-1]['content']) for o in episodes if o.group_id == t.group_id)) for t in episodes)\n"
+                    "async def one(episodes):\n    return [1.0] * len(episodes)\ndef short(episodes):\n    return [1.0]\n")
+    agents = [SimpleNamespace(trajectory=said(text), session=SimpleNamespace(env=None, pays=True)) for text in ("a", "bbb", "cc", "d")]
+    for player, group in zip(agents, "0011"):
+        player.trajectory.group_id = f"3-{group}"
+    loaded(f"{path}:best,{path}:one=0.5")(agents)
+    assert [player.trajectory.reward for player in agents] == [0.5, 1.5, 1.5, 0.5]
+    with pytest.raises(UserError, match="--rewards short returned .* for 4 completions"):
+        loaded(f"{path}:short")(agents)
+
+
 @pytest.mark.parametrize("said_, told", [
-    ("exakt", "--rewards exakt: did you mean exact?"), ("zzz", "known: environment, exact, format, tool_used, length, repetition, math_verify, or give path/to/file.py:function"),
+    ("exakt", "--rewards exakt: did you mean exact?"), ("zzz", "known: environment, exact, format, tool_used, length, repetition, math_verify, judge, or give path/to/file.py:function"),
     ("exact=much", "--rewards exact=much: could not convert string to float: 'much'"), ("exact=nan", "--rewards exact=nan: a weight is a finite number"), ("nowhere.py:f", "--rewards nowhere.py:f: .*No such file"),
     ("FILE:f", "has no function f"), ("math:pi", "--rewards math:pi: math has no function pi"), ("exact,exact=2", "another function has this name"),
     ("FILE:environment", "another function has this name"), ("builtins:max", "--rewards builtins:max: no signature found"),
