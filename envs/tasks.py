@@ -15,8 +15,8 @@ class EnvironmentFlags:
         None, "name=value,...: options of the environment, or arguments of every reset")
     fields: str | None = flag(None, "names of columns in the data: ours=theirs,ours=theirs")
     unsafe_code: bool = flag(False, "run the model's Python code with NO protection")
-    rewards: str | None = flag(None, "name=weight,...: functions that pay, too "
-                                     "(extras/rewards/__init__.py); also module:function, judge:FILE")
+    rewards: str | None = flag(None, "name=weight,...: functions that pay, too (extras/rewards/"
+                                     "__init__.py); also module:function, judge:RUBRIC_FILE")
 
 
 @dataclass(kw_only=True)
