@@ -85,7 +85,7 @@ class Run:
         line, written: the metrics of the present step, and its episodes in trajectories.jsonl.
         before, after: what an evaluation returned before the first step and after the last.
         played, rollout_seconds, rollout_tokens: `agent.rollout` adds to them.
-        costs: what layers have counted since the program started, for timing.jsonl and result.json.
+        costs: sums that layers keep, for timing.jsonl and result.json.
         kept: what a layer keeps from one rollout to the next.
         listeners: called with (step, metrics, timing) after each step.
         endings: called with the folder when the run has finished.

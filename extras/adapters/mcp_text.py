@@ -48,7 +48,7 @@ class Session:
     def __init__(self, place: str):
         self.place = place
         self.stopped = asyncio.Event()
-        self.errors = tempfile.TemporaryFile("w+")  # what a command writes to stderr
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # what a command writes to stderr
 
     async def open(self):
         """Connect. A client is left by the task that entered it, which therefore goes on."""
@@ -71,6 +71,10 @@ class Session:
             async with Client(server, read_timeout_seconds=2 * SECONDS) as client:
                 self.ready.set_result(client)
                 await self.stopped.wait()
+        except Exception:
+            # Whoever calls a tool is told. To leave a server that is gone may fail, too.
+            if not self.ready.done():
+                raise
         finally:
             OPEN.discard(self)
 

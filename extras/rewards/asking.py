@@ -31,6 +31,7 @@ from extras.background import in_thread
 PAUSE = 1.0  # seconds before the second try, twice as long before the third
 LONGEST = 60.0  # seconds of a pause
 LATER = (408, 409, 425, 429)  # statuses that may be another one the next time
+SPENT = ("requests", "tokens_in", "tokens_out")  # of a verdict, in its line
 PARAMETERS = ("temperature", "max_tokens")  # of Settings, sent if they are stated
 
 
@@ -48,8 +49,8 @@ class Server:
     """The server of a judge, and the verdicts that it has given.
 
     Attributes:
-        costs: what this process has used: requests, verdicts, verdicts that were known ("cached"),
-            tokens in and out, and seconds of waiting.
+        costs: what this process has used: verdicts, those of them that were known ("cached"),
+            requests, tokens in and out, and seconds of waiting.
     """
 
     def __init__(self, name: str, settings, run=None):
@@ -102,14 +103,14 @@ class Server:
 
     def judge(self, key: str, prompt: str, n: int, stopped):
         """Ask for a verdict until it can be read, and keep it."""
+        began, spent = time.monotonic(), Counter()
         text, why = prompt, None
         for attempt in range(self.settings.tries):
             if why is not None and stopped.wait(pause):
                 return
             pause = min(PAUSE * 2 ** attempt, LONGEST)
             try:
-                began = time.monotonic()
-                answer, usage = self.complete(text)
+                answer = self.complete(text, spent)
                 scores = scores_in(answer, n)
                 break
             except Again as error:
@@ -120,8 +121,8 @@ class Server:
         else:
             raise UserError(f"--rewards {self.name}: no verdict of {self.url} in "
                             f"{self.settings.tries} tries; the last: {why}")
-        line = {"key": key, "scores": scores, **usage, "answer": answer,
-                "seconds": time.monotonic() - began}
+        spent["seconds"] = time.monotonic() - began
+        line = {"judge": self.name, "key": key, "scores": scores, "answer": answer, **spent}
         with self.lock:
             self.known[key] = scores
             if self.folder:
@@ -134,8 +135,12 @@ class Server:
             say(f"{self.name}: {costs['verdicts']} verdicts, {costs['cached']} of them known; "
                 f"{costs['requests']} requests, {costs['tokens_in']} tokens in, "
                 f"{costs['tokens_out']} out, {costs['seconds']:.1f} s")
+        self.add(costs)
+
+    def add(self, costs: dict):
+        """Add to the sums of the run."""
         if self.run:
-            self.run.costs.update({f"judge/{key}": value for key, value in costs.items()})
+            self.run.costs.update({f"judge/{name}": value for name, value in costs.items()})
 
     # ------------------------------------------------------------------------------- the verdicts
     @property
@@ -145,7 +150,7 @@ class Server:
         return self.folder / (f"judge-{rank}.jsonl" if rank else "judge.jsonl")
 
     def read(self):
-        """Read the verdicts that are on disk, the first time."""
+        """Read the verdicts that are on disk, the first time, and count what they have cost."""
         if self.known is not None:
             return
         self.known = {}
@@ -155,6 +160,9 @@ class Server:
                 with suppress(ValueError, TypeError, KeyError):
                     line = json.loads(text)
                     self.known[line["key"]] = line["scores"]
+                    if line["judge"] == self.name:
+                        spent = {name: line[name] for name in SPENT}
+                        self.add({"verdicts": 1, **spent})
             if path == self.path and not path.read_bytes().endswith(b"\n"):
                 with open(path, "a", encoding="utf-8") as file:
                     file.write("\n")
@@ -191,8 +199,9 @@ class Server:
                             f"`model: NAME` into the rubric file: {', '.join(names)[:200]}")
         return names[0]
 
-    def complete(self, text: str) -> tuple[str, dict]:
-        """Return the judge's answer, and its tokens. Raises Again or UserError."""
+    def complete(self, text: str, spent: Counter) -> str:
+        """Return the judge's answer, and count what it took. Raises Again or UserError."""
+        spent["requests"] += 1
         answer = self.request("/chat/completions", self.body(text))
         try:
             choice = answer["choices"][0]
@@ -202,11 +211,12 @@ class Server:
                       "tokens_out": int(usage.get("completion_tokens") or 0)}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise Again(f"{self.url}: the answer is none of OpenAI's API ({error!r})") from None
+        spent.update(tokens)
         with self.lock:
             self.costs.update(tokens)
         if choice.get("finish_reason") == "length":
             raise Unreadable("it was cut by the limit of tokens")
-        return str(content), tokens
+        return str(content)
 
     def request(self, path: str, body=None):
         """Return the parsed answer to a POST of the body, or to a GET without one."""

@@ -271,7 +271,8 @@ def test_nothing_is_asked_twice(stub, tmp_path, capsys):
     assert line["tokens_in"] == 100 and line["tokens_out"] == 7 and json.loads(line["answer"])["scores"] == line["scores"]
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"helpful: 1 verdicts, 0 of them known; 2 requests, 100 tokens in, 7 out, \d+\.\d s", out[0]) and "1 verdicts, 1 of them known; 1 requests, 0 tokens in" in out[1]
-    assert run.costs["judge/verdicts"] == 2 and run.costs["judge/cached"] == 1 and run.costs["judge/tokens_in"] == 100
+    assert (line["judge"], line["requests"]) == ("helpful", 1) and line["seconds"] > 0
+    assert run.costs["judge/verdicts"] == 3 and run.costs["judge/cached"] == 1 and run.costs["judge/tokens_in"] == 200  # here one run stands for two, and counts its first verdict again when it reads it
     # Another rubric, model or temperature is another question.
     for front, rubric in (("", "Be bad."), ("temperature: 0", "Be good."), ("model: other", "Be good.")):
         judge(tmp_path, front, rubric, run=run)(episodes)
@@ -364,6 +365,8 @@ def test_two_steps_of_grpo_and_a_resumed_run_that_asks_for_nothing_twice(stub, t
         grpo.train(grpo.Config(**options, max_steps=2, output_dir=again))
     assert "step 1 is saved; continue with: python" in error.value.__notes__[0] and f"--rewards judge:{rubric},environment=0" in error.value.__notes__[0]
     grpo.train(grpo.Config(**options, max_steps=2, output_dir=again, resume=True))
+    resumed = json.loads((tmp_path / "again" / "result.json").read_text())
+    assert resumed["judge/tokens_in"] == result["judge/tokens_in"] and resumed["judge/verdicts"] >= result["judge/verdicts"]
     assert len(server.bodies) == asked + 1 + asked and (tmp_path / "again" / "metrics.jsonl").read_bytes() == (out / "metrics.jsonl").read_bytes()
 
 
