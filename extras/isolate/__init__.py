@@ -39,7 +39,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import envs.session
@@ -105,6 +105,7 @@ class Watch:
         self.run = run
         self.is_open = None  # until it is entered, which /solve never does; afterwards False
         self.running = set()  # the sessions that are in a call now
+        self.is_timed = False  # the timer runs
         self.lock = threading.Lock()
         self.abandoned = []  # the calls that did not return in time
         self.broken = None  # why no result can be relied on, in words
@@ -169,24 +170,25 @@ class Watch:
         """Start the timer anew if calls run, else stop it."""
         if self.is_open:
             faulthandler.cancel_dump_traceback_later()
-            if self.running:
+            self.is_timed = bool(self.running)
+            if self.is_timed:
                 faulthandler.dump_traceback_later(self.timeout + HANG_SECONDS, exit=True, file=2)
 
     def call_began(self, session):
-        """Start the timer with the first call that runs. Raise SystemExit if nobody waits."""
+        """Start the timer unless it runs. Raise SystemExit if nobody waits for this call."""
         if session.timed_out or self.is_open is False:
             # This thread was left behind. It must not change anything any more.
             raise SystemExit
         with self.lock:
             self.running.add(session)
-            if len(self.running) == 1:
+            if not self.is_timed:
                 self._set_timer()
 
     def call_ended(self, session):
+        # `_keep_alive` stops the timer. To start and stop it with each call took half of the time
+        # that scripted experts take to play.
         with self.lock:
             self.running.discard(session)
-            if not self.running:
-                self._set_timer()
 
     def leave(self, place: str):
         """Note the call that was left behind. Raise EnvironmentFault if a rollout has too many."""
@@ -297,7 +299,8 @@ class Session(envs.session.Session):
                 break
             if self.watch.run:
                 self.watch.run.check()
-            futures.wait([self.outcome], min(left, 1))  # s
+            with suppress(futures.TimeoutError):
+                self.outcome.exception(min(left, 1))  # s
 
     def _check(self):
         """Raise EpisodeFault if the thread was left behind, or ended by an exception."""

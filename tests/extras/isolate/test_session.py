@@ -236,6 +236,29 @@ def test_a_thread_ends_with_its_session_whatever_ended_that():
         gc.enable()
 
 
+def test_the_timer_runs_through_calls_in_a_row_and_stops_when_none_runs(monkeypatch):
+    """Each start makes a thread: 1,400 demonstrations would make 30,000."""
+    started, stopped = [], []
+    monkeypatch.setattr(isolate.faulthandler, "dump_traceback_later", lambda *a, **k: started.append(a))
+    monkeypatch.setattr(isolate.faulthandler, "cancel_dump_traceback_later", lambda: stopped.append(len(watch.running)))
+    watch = Watch(10.0)
+    with watch:
+        for _ in range(20):
+            session = shop(watch)
+            session.start()
+            session.submit([{"name": "sell", "arguments": {"name": "hat"}}])
+            session.results()
+        # Once by the first call, and by the thread that starts it anew each second while calls run.
+        assert 1 <= len(started) <= 5 and watch.is_timed and not watch.running
+        watch._set_timer()
+        assert not watch.is_timed and stopped[-1] == 0
+        session = shop(watch)
+        before = len(started)
+        session.start()
+        assert watch.is_timed and len(started) > before
+
+
+
 HANGS = '''
 import re, time
 from extras import isolate as session
