@@ -1,4 +1,4 @@
-"""Attention of a training pass on a CPU: `causal_products` of extras/fast against torch's kernel, forward and backward.
+"""Attention of a training pass on a CPU: `extras/fast/products.py` against torch's kernel, forward and backward.
 
     python bench/attention.py [--rounds 9] [--output FILE]
 
@@ -31,16 +31,16 @@ def measure(shape, dtype, rounds) -> dict:
     from types import SimpleNamespace
 
     from core.packing import packed_attention
-    from extras.fast.attention import causal_products, packed_products
+    from extras.fast import products
     heads, kv_heads, width, P, B, W = shape
     rows, T = (1, P + B * W) if P else (B, W)
     query, key, value = (torch.randn(rows, n, T, width, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
     slope = torch.randn(rows, T, heads, width, dtype=dtype)
     module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
 
-    def products():
+    def ours():
         inputs = query, key, value
-        out = packed_products(width**-0.5, P, B, *inputs) if P else causal_products(width**-0.5, *inputs)
+        out = products.packed(width**-0.5, P, B, *inputs) if P else products.causal(width**-0.5, *inputs)
         out.backward(slope)
 
     def stock():

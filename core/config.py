@@ -364,6 +364,6 @@ def shown(error, rank=""):
     return "; ".join((line, *getattr(error, "__notes__", ())))
 
 
-def terminal(config_class, command, module):
-    """Return the Config and the command of agent.py. extras/serve makes others of its module."""
+def terminal(config_class, command, agent, load_model):
+    """Return the Config and the command of agent.py. extras/serve makes others of the module."""
     return config_class, command

@@ -16,7 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from core.config import mix, reading
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
-JSON_RULES = {}  # arguments of json.loads, which extras/data fills
+# extras/data fills these: arguments of json.loads, functions that give our names to messages of
+# other forms, and functions that fill the tables of envs/task_files.py, which is given to them.
+JSON_RULES, MESSAGE_FORMS, ROW_TABLES = {}, [], []
 
 
 # ------------------------------------------------------------------------------------------- files

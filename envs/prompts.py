@@ -3,9 +3,8 @@ answers in one turn. What an answer is worth is for --rewards to say: of all col
 """
 import inspect
 
+from core.data import MESSAGE_FORMS
 from core.tool_calls import check_call
-
-MESSAGE_FORMS = []  # functions that give our names to messages of other forms: of extras/data
 
 
 class Prompts:

@@ -1,4 +1,5 @@
 """What files say of tasks: their rows, recorded episodes, and the run that wrote a model."""
+import sys
 import zlib
 from dataclasses import replace
 from functools import cache
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import envs
 from core.config import UserError, fill, progress, read_yaml, reading, say_once
-from core.data import json_of, lines_of, parse_object, print_dropped, shuffled
+from core.data import ROW_TABLES, json_of, lines_of, parse_object, print_dropped, shuffled
 from core.run import CONFIG, algorithm_of
 
 needed = cache(envs.needed)  # a file may have a million rows
@@ -224,3 +225,7 @@ def note_untrained(config):
     """Print that the default model of agent.py has learned nothing."""
     if config.model_path == "tiny":
         print("note: tiny has random weights; python grpo.py trains it: --model_path runs/grpo")
+
+
+for fill_tables in ROW_TABLES:
+    fill_tables(sys.modules[__name__])

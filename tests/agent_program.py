@@ -1,5 +1,7 @@
 """`python agent.py` as a module: its Config and its command with the layers."""
 import agent
+import talk
 from layers import terminal
 
-Config, run = terminal(agent.Config, agent.command, agent)
+# A test may replace talk.load_model.
+Config, run = terminal(talk.Config, talk.command, agent, lambda *path, **options: talk.load_model(*path, **options))

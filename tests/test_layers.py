@@ -83,7 +83,7 @@ import json, os, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
 base, place = sys.argv[1:]
-import agent, dpo, grpo, merge, reward_weighted, sft
+import dpo, grpo, merge, reward_weighted, sft, talk
 common = dict(model_path=base, eval_tasks=2, env="equations", max_turns=2)
 play = dict(max_samples=8, tasks_per_step=2, group_size=2)
 def run(name, act):
@@ -97,7 +97,7 @@ run("dpo", lambda: dpo.train(dpo.Config(**common, num_tasks=4, group_size=4, max
 run("dpo, recorded", lambda: dpo.train(dpo.Config(
     **common, trajectories=f"{place}/dpo/trajectories.jsonl", max_steps=1, min_gap=0.01, output_dir=f"{place}/dpo2"))["steps"])
 def play_tasks():
-    agent.command(agent.Config(model_path=f"{place}/grpo", num_tasks=2, output=f"{place}/t.jsonl"))
+    talk.command(talk.Config(model_path=f"{place}/grpo", num_tasks=2, output=f"{place}/t.jsonl"))
     return len(Path(f"{place}/t.jsonl").read_text().splitlines())
 run("agent", play_tasks)
 run("merge", lambda: merge.merge(f"{place}/grpo", f"{place}/merged") or sorted(p.name for p in Path(f"{place}/merged").glob("*.safetensors")))

@@ -7,21 +7,50 @@ hub get their revision.
 
     tables.py          a reader of each kind of source; messages of other forms
     mixtures.py        sources as a flag names them
+    strict.py          how JSON is read
+    fields.py          what a Config may hold
     demonstrations.py  conversations in the rows of a file, and their tokens (recorded.py)
     pairs.py           rows {"prompt", "chosen", "rejected"}
+
+Most runs read no rows: what reads them is imported with envs/task_files.py.
 """
 from core import config, data
-from envs import prompts, task_files
-from extras.data import mixtures, tables
+from extras.data.fields import LISTS, pin_revisions, write_as_text
+from extras.data.strict import STRICT
 from extras.presence import has
 
-data.JSON_RULES.update(tables.STRICT)
-task_files.ROW_RULES.update(tables.OF_ROWS)
-task_files.READERS.update(tables.READERS)
-task_files.ROW_CHECKS.append(tables.need_text_row)
-task_files.MIXERS.append(mixtures.rows_of)
-prompts.MESSAGE_FORMS.append(tables.with_our_names)
-config.FILLED += [mixtures.write_as_text, mixtures.pin_revisions]
+
+def fill_tables(task_files):
+    """Fill the tables of envs/task_files.py, the module."""
+    from extras.data import tables
+    task_files.ROW_RULES.update(tables.OF_ROWS)
+    task_files.READERS.update(tables.READERS)
+    task_files.ROW_CHECKS.append(tables.need_text_row)
+    task_files.MIXERS.append(rows_of)
+
+
+def rows_of(data, fields, seed):
+    """Yield (place, row) of all rows of several sources, with columns of other names."""
+    from extras.data import mixtures
+    return mixtures.rows_of(data, fields, seed)
+
+
+def with_our_names(value):
+    """Return what a field holds with our names: messages, one message, or text that has some."""
+    from extras.data import tables
+    return tables.with_our_names(value)
+
+
+def rows_as_json(node):
+    """Return the JSON of a YAML list of rows, or the names of a list of files, with commas."""
+    from extras.data import tables
+    return tables.rows_as_json(node)
+
+
+data.JSON_RULES.update(STRICT)
+data.MESSAGE_FORMS.append(with_our_names)
+data.ROW_TABLES.append(fill_tables)
+config.FILLED += [write_as_text, pin_revisions]
 if has("hints"):
     from extras.hints.command_line import YAML_LISTS
-    YAML_LISTS.update(dict.fromkeys(mixtures.LISTS, tables.rows_as_json))
+    YAML_LISTS.update(dict.fromkeys(LISTS, rows_as_json))

@@ -3,16 +3,14 @@ import ast
 import csv
 import inspect
 import json
-import math
 import os
 import re
-from collections import Counter
 from contextlib import suppress
 
 from envs import ENVS
-from envs.task_files import json_rows
 from core.data import lines_of, parse_object, read_text
 from core.config import UserError, reading
+from extras.data.strict import OF_ROWS, STRICT
 
 # What others call our roles.
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
@@ -21,32 +19,6 @@ ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant",
 LIKE_MESSAGES = re.compile(
     r"""\s*\[\s*\{\s*['"](role|from|(content|value)['"].*['"](role|from))['"]\s*:""", re.DOTALL)
 HH_TURN = re.compile(r"\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.DOTALL)
-
-
-# -------------------------------------------------------------------------------- strict JSON
-def unique(pairs):
-    """Return the object of these pairs. Python's reader lets a key that is given twice through."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f'key "{key}" twice')
-    return value
-
-
-def finite(text):
-    """Return the number that a text spells. Python's reader lets NaN and infinity through."""
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is not a finite number")
-    return number
-
-
-def nothing(constant):
-    """Return None for NaN, which pandas writes for what is missing, and for infinity."""
-    return None
-
-
-STRICT = {"object_pairs_hook": unique, "parse_float": finite, "parse_constant": finite}
-OF_ROWS = {"parse_constant": nothing}  # a column that nobody reads stops no file
 
 
 # -------------------------------------------------------------------------------- what a field says
@@ -289,6 +261,7 @@ def _hub_data(source):
 # ---------------------------------------------------------------------------- lists of rows
 def json_file_rows(path):
     """Yield (number, row) of a .json file: of a list of rows, or of one object a line."""
+    from envs.task_files import json_rows  # which imports this file
     text = read_text(path).strip()
     return list_rows(text, path) if text.startswith("[") else json_rows(path)
 

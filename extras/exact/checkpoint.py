@@ -25,11 +25,6 @@ NOT_THE_MODEL = ("optimizer.safetensors", "state.json", "result.json")
 CACHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 # Attributes of a run, which a resumed run takes from state.json.
 RESTORED = (*Run.restored, "algorithm", "bad", "made_of", "scores")
-# What these, and the rest of state.json, hold. A dict of numbers may have null for one.
-NUMBERS = {int, float, bool, type(None)}
-TYPES = {"step": {int}, "seconds": {int, float}, "planned": {int, type(None)}, "bad": {int},
-         "algorithm": {str}, "before": {dict}, "scores": {dict}, "made_of": {dict},
-         "files": {dict}, "groups": {list}}
 SEAL = {"checksum", "files", "made_of"}  # what core alone does not write into state.json
 
 
@@ -66,20 +61,7 @@ def own_state(checkpoint) -> dict:
     if not is_cores and state.pop("checksum", None) != _checksum(state):
         raise UserError(f"{path}: damaged (its checksum differs), or of another program or a much "
                         "older version; renamed, the weights are loaded without any check")
-    if wrong := next((name for name in state if not is_typed(name, state[name])), None):
-        raise UserError(f"{path}: {wrong} is {state[wrong]!r:.80}, which no run of ours has "
-                        "written; renamed, the weights are loaded without any check")
     return state
-
-
-def is_typed(name, value) -> bool:
-    """True if an entry of state.json has the type that a run of ours gives it."""
-    if name not in TYPES:
-        return True
-    if type(value) not in TYPES[name] or type(value) is int and value < 0:
-        return False
-    tables = {"before": [value], "scores": [value], "groups": value}.get(name, [])
-    return all(type(table) is dict and {*map(type, table.values())} <= NUMBERS for table in tables)
 
 
 def read_state(checkpoint) -> dict:

@@ -16,7 +16,6 @@ from extras.exact.checkpoint import RESTORED, check_room, fingerprints, ingredie
 from extras.exact.files import sync
 from extras.exact.output_folder import enter, is_too_large, lock, thin_episodes
 from extras.exact.process import Signals
-from extras.exact.resuming import continue_run
 from extras.stop import Stop
 
 BAD_UPDATES = 3  # updates in a row that are not finite end the run
@@ -61,6 +60,8 @@ class Run(core.run.Run):
         self.lock = enter(self.folder, self.config)
         checkpoint = super().find_checkpoint()
         if self.config.resume:
+            # Most runs begin anew.
+            from extras.exact.resuming import continue_run
             continue_run(self, checkpoint)
         return checkpoint
 
@@ -104,12 +105,6 @@ class Run(core.run.Run):
         if getattr(self.config, "unsafe_code", False) or "--unsafe_code" in header:
             switches = " --unsafe_code"
         super().write_config(switches)
-
-    def restore_folder(self):
-        """Make the folder and config.yaml again if someone has removed them."""
-        if self.writes and not (self.folder / CONFIG).exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.write_config()
 
     # ------------------------------------------------------------------------------ leaving early
     def __exit__(self, kind, error, traceback):
@@ -176,7 +171,6 @@ class Run(core.run.Run):
 
     def write_line(self, step, metrics, timing):
         """Write a step's lines. The step is whole with them."""
-        self.restore_folder()
         self.unwritten = step, metrics, timing
         super().write_line(step, metrics, timing)
         self.unwritten, self.updated = None, False
@@ -215,7 +209,6 @@ class Run(core.run.Run):
         """Flush the logs, and then save. Of a checkpoint that cannot be written nothing stays."""
         if not self.writes or self.saved == self.step:
             return super().save()
-        self.restore_folder()
         for path in (self.folder / name for name in LOGS):
             if path.exists():
                 sync(path)

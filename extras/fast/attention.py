@@ -6,13 +6,12 @@ import torch
 from torch.nn import functional as F
 
 from core.engine import row_attention
-from core.packing import after, packed_attention, unpack
+from core.packing import packed_attention
 from extras.fast.processor import give_back_memory
 
 TRIM_LAYERS = 8  # on a CPU, freed memory goes back to the system every so many layers
 MOST_SCORES = 2**28  # attention scores at once of a pass over prompts that `row_attention` does
 LONG_PROMPT = 512  # tokens; below, two products are as fast on a CPU
-SCORES = 2**20  # bytes of attention scores at once in the training pass: a CPU's cache holds them
 MAX_SCORES = 2**25  # bytes of one row's; with more the stock kernel does it, which keeps none
 
 
@@ -65,7 +64,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     shared_prefix (P, B): the batch is one packed row [prefix, row 1 ... row B] of
     `packing.hidden_states`. Each row sees the prefix and itself.
 
-    In 16 bits on a CPU it is `causal_products`; in float32 the stock kernel takes half of its time
+    In 16 bits on a CPU it is `products.causal`; in float32 the stock kernel takes half of its time
     (bench/attention.py). It is so without gradients too: a layer that runs again, and a policy that
     is scored, round as in the update. Otherwise the KL divergence from a policy to itself would not
     be 0, and AdamW makes whole steps of such noise. The stock kernel still does what has a mask or
@@ -88,10 +87,11 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     if not takes_products or row_bytes > MAX_SCORES or stock:
         attend = partial(stock_attention, module, attention_mask, scaling=scaling,
                          shared_prefix=shared_prefix, **kwargs)
-    elif shared_prefix:
-        attend = partial(packed_products, scaling, P, B)
     else:
-        attend = partial(causal_products, scaling)
+        from extras.fast import products  # most runs on a CPU are in float32
+        attend = partial(products.causal, scaling)
+        if shared_prefix:
+            attend = partial(products.packed, scaling, P, B)
     # What layers free between tensors that they keep is a hole in glibc's heap: a fifth of
     # SmolLM2's peak. To look for holes takes 2 ms, and to fetch the pages again a quarter of the
     # tiny model's step: too long for every layer, or before the first, where none is kept yet.
@@ -100,89 +100,6 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     if trains_on_cpu and layer is not None and layer % TRIM_LAYERS == TRIM_LAYERS // 2:
         give_back_memory()
     return attend(query, key, value), None  # (B, T, H, D)
-
-
-def packed_products(scaling, P, B, query, key, value):
-    """Attend within one packed row [prefix, row 1 ... row B] (1, H or H_kv, P + B * W, D).
-
-    Returns (1, P + B * W, H, D).
-    """
-    prefix, rows = zip(*(x.split([P, x.shape[2] - P], 2) for x in (query, key, value)))
-    first = causal_products(scaling, *prefix)  # (1, P, H, D)
-    rows = (unpack(x, B) for x in rows)
-    tail = causal_products(scaling, *rows, *prefix[1:])  # (B, W, H, D)
-    return torch.cat([first, tail.flatten(0, 1)[None]], 1)
-
-
-def causal_products(scaling, query, key, value, *prefix):
-    """Causal attention as matrix products, which computes its scores again in the backward pass.
-
-    query (B, H, T, D), key (B, H_kv, T, D), value (B, H_kv, T, E). A prefix that all rows see is
-    given as its key (1, H_kv, P, D) and value (1, H_kv, P, E). Returns (B, T, H, E).
-    """
-    nothing = (x[:1, :, :0].detach() for x in (key, value))
-    return _CausalProducts.apply(scaling, query, key, value, *(prefix or nothing))
-
-
-class _CausalProducts(torch.autograd.Function):
-    """O = W V with W = softmax(scaling Q K^T + bias), whose bias hides later tokens.
-
-    With the gradient G of O the other gradients are
-
-        dV = W^T G      dS = W * (G V^T - rowsum(W * G V^T))      dQ = scaling dS K
-                                                                  dK = scaling dS^T Q
-    """
-
-    @staticmethod
-    def forward(ctx, scaling, *inputs):
-        ctx.scaling = scaling
-        ctx.save_for_backward(*inputs)
-        query, _, value = inputs[:3]
-        B, H, T, _ = query.shape
-        out = query.new_empty(B, T, H, value.shape[3])
-        for rows, _, _, v, weights in _weights(scaling, *inputs):
-            out[rows] = (weights @ v).unflatten(2, (-1, T)).flatten(1, 2).transpose(1, 2)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        inputs = ctx.saved_tensors
-        query, key, _, prefix, _ = inputs
-        P, T = prefix.shape[2], key.shape[2]
-        grad_query = torch.empty_like(query)
-        grad_key, grad_value = [], []
-        for rows, q, k, v, weights in _weights(ctx.scaling, *inputs):
-            g = grad[rows].transpose(1, 2).reshape(*q.shape[:3], -1)
-            grad_value.append(weights.mT @ g)
-            slope = torch.ops.aten._softmax_backward_data(g @ v.mT, weights, -1, weights.dtype)
-            grad_query[rows] = (slope @ k).mul_(ctx.scaling).view_as(query[rows])
-            grad_key.append(slope.mT @ q)
-        (prefix_key, key), (prefix_value, value) = (
-            torch.cat(grads)[:, :, :P + T].split([P, T], 2) for grads in (grad_key, grad_value))
-        return (None, grad_query, key, value,
-                prefix_key.sum(0, keepdim=True), prefix_value.sum(0, keepdim=True))
-
-
-def _weights(scaling, query, key, value, prefix_key, prefix_value):
-    """Yield, for a few rows at a time, their slice, scaling Q, K, V and W.
-
-    The heads of Q that share a key are stacked: (b, H_kv, H / H_kv * T, D). K (b, H_kv, S, D) and
-    V (b, H_kv, S, E) have the prefix in front.
-    """
-    B, H, T, D = query.shape
-    P = prefix_key.shape[2]
-    # Bfloat16's softmax takes twice as long where rows are no multiple of 32.
-    spare = -(P + T) % 32 if query.element_size() == 2 else 0
-    bias = query.new_full((T, P + T + spare), -torch.inf).triu_(1 + P)
-    at_once = max(1, SCORES // (H * bias.nbytes))
-    for start in range(0, B, at_once):
-        rows = slice(start, start + at_once)
-        k = F.pad(after(prefix_key, key[rows]), (0, 0, 0, spare))
-        v = F.pad(after(prefix_value, value[rows]), (0, 0, 0, spare))
-        q = query[rows].reshape(len(k), k.shape[1], -1, D) * scaling
-        scores = q @ k.mT
-        scores.unflatten(2, (-1, T)).add_(bias)
-        yield rows, q, k, v, scores.softmax(-1)
 
 
 def stock_attention(module, mask, query, key, value, **kwargs):

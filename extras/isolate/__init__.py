@@ -15,7 +15,6 @@ at most its own episode, until it happens so often that the environment must be 
     nearly all episodes fail        of ten or more, three in four by a fault: the run ends
     one that raises EnvironmentFault
                                     the run ends: no model can help a server that is gone
-    one that calls os._exit         it fails as by sys.exit, and the process goes on
     tools that replace sys.stdout   the run ends, because their results may be mixed up
     a signal during a slow call     it is handled at once (`run.check`)
 
@@ -30,7 +29,6 @@ episode, as TRL does with all. Without this layer every episode makes its own.
 """
 import faulthandler
 import io
-import os
 import queue
 import re
 import sys
@@ -63,19 +61,6 @@ CLOSED = re.compile("ConnectionClosed|ConnectionReset|ConnectionAborted|BrokenPi
 ONE_SESSION = ("; a server that has a single session closes the connections of all other episodes: "
                "start it with a session for each episode that is played at once (OpenEnv: "
                "max_concurrent_envs)")
-PROCESS, EXIT = os.getpid(), os._exit
-OPEN = set()  # the rollouts that run now
-
-
-def leave_process(status):
-    """Raise SystemExit in place of os._exit, which ends a run without a word, during a rollout."""
-    # A child process ends as it wants to, and so does a program that a signal ends.
-    if not OPEN or os.getpid() != PROCESS or status >= 128:
-        EXIT(status)
-    raise SystemExit(f"os._exit({status})")
-
-
-os._exit = leave_process
 
 
 @contextmanager
@@ -145,13 +130,11 @@ class Watch:
 
     def __enter__(self):
         self.is_open = True
-        OPEN.add(self)
         self.stdout = sys.stdout
         threading.Thread(target=self._keep_alive, daemon=True).start()
         return self
 
     def __exit__(self, *_):
-        OPEN.discard(self)
         with self.lock:
             self.is_open = False
             faulthandler.cancel_dump_traceback_later()

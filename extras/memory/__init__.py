@@ -3,7 +3,7 @@
     techniques.py       the settings of --memory, and the techniques of each
     reading.py          reads weights in the form in which they stay: the `read` of load_model
     folders.py          ... from the hub, and what a folder may lack
-    tensor_reader.py    ... one tensor of a file at a time
+    skeleton.py         ... one tensor at a time, which tensor_reader.py finds
     adapter.py          adapters beside weights that hold none, or in host memory: its `kind`
     rounding.py         sums beside 16-bit weights, and the gradients of float16
     checkpointing.py    what runs again in the backward pass, and MLPs in tiles

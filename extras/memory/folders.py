@@ -8,6 +8,8 @@ import re
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import safe_open
+
 from core.config import UserError, first_line
 from core.data import read_json
 from core.model import read_model
@@ -81,6 +83,18 @@ def check_kind(folder, config):
     if any(getattr(c, "quantization_config", None) for c in (config, config.get_text_config())):
         raise UserError(f"{folder}: is a quantized model; give the original one (an adapter's is "
                         "named in its adapter_config.json), and --load_in_4bit for 4 bits")
+
+
+def check_stored(folder: str):
+    """Raise UserError for weights of 8 bits and less, which mean nothing without their scales."""
+    for path in Path(folder).glob("model*.safetensors"):
+        file = safe_open(path, "pt")
+        for name in file.keys():
+            dtype = file.get_slice(name).get_dtype()
+            # A causal mask, attn.bias, is of bytes in some.
+            if dtype.startswith(("F8", "F6_", "F4", "I8", "U8")) and not name.endswith("bias"):
+                raise UserError(f"{folder}: {name} is stored as {dtype}: the model is quantized, "
+                                "and its config.json does not say how; give the original one")
 
 
 def auto_class(config):

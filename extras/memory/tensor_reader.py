@@ -18,18 +18,6 @@ from core.data import read_json
 from core.config import UserError
 
 
-def check_stored(folder: str):
-    """Raise UserError for weights of 8 bits and less, which mean nothing without their scales."""
-    for path in Path(folder).glob("model*.safetensors"):
-        file = safe_open(path, "pt")
-        for name in file.keys():
-            dtype = file.get_slice(name).get_dtype()
-            # A causal mask, attn.bias, is of bytes in some.
-            if dtype.startswith(("F8", "F6_", "F4", "I8", "U8")) and not name.endswith("bias"):
-                raise UserError(f"{folder}: {name} is stored as {dtype}: the model is quantized, "
-                                "and its config.json does not say how; give the original one")
-
-
 def tensor_reader(folder: str, model):
     """Return a function that reads one parameter of a skeleton by its name, in the dtype to keep.
 

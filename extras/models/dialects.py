@@ -6,9 +6,7 @@ Llama, Mistral, Phi, Hunyuan; a text that is `[f(x=1)]`.
 import json
 import re
 
-import extras.models.python_calls as python_calls
 from core.tool_calls import BODIES, TAGS, THOUGHT_ENDS, THOUGHTS, read_value
-from extras.models.tagged import body_of_call, read_tagged
 
 PYTHON_LIST = re.compile(r"\[\s*[^\W\d][\w.]{0,63}\(")
 GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:][^{}\[\],:]*):")
@@ -30,6 +28,8 @@ def read_python(text, opener, start, tools):
     is_marked = opener[0] or text.rstrip().endswith(")]")
     if not is_marked or not PYTHON_LIST.match(text, start):
         return None
+    from extras.models import python_calls  # most models write JSON
+    from extras.models.tagged import body_of_call
     closer, _ = body_of_call(text, start, opener, r"\s*\[", r"(?<=\])\s*")
     end = closer.start()
     return python_calls.read(text[start:end].strip()), end
@@ -39,6 +39,7 @@ def read_gemma(text, opener, start, tools):
     """Read Gemma 4's name{key:<|"|>text<|"|>,n:1}."""
     if opener[0] != "<|tool_call>call:":
         return None
+    from extras.models.tagged import body_of_call
     closer, shown = body_of_call(text, start, opener, r"[\w.-]{1,64}{", r"(?<=})\s*")
     pieces, position = [], start
     for quote in GEMMA_QUOTE.finditer(shown, start, closer.start()):
@@ -46,6 +47,14 @@ def read_gemma(text, opener, start, tools):
             pieces.append(text[position : quote.start()])
             position = quote.end()
     return _gemma_call([*pieces, text[position : closer.start()]]), closer.start()
+
+
+def read_tagged(text, opener, start, tools):
+    """Read a name, then its arguments in tags."""
+    if not opener[0]:
+        return None
+    from extras.models import tagged
+    return tagged.read(text, opener, start, tools)
 
 
 def _gemma_call(pieces):

@@ -7,13 +7,10 @@
 Where they differ, a model would be trained on other probabilities than it was sampled at. What
 transformers adds or changes goes through here as well; no list of architectures is needed.
 """
-import json
-import re
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -24,7 +21,7 @@ from core.chat import Chat
 from core.config import UserError, first_line, reading, say_once
 from core.engine import Engine, Row, StockForward, row_attention
 from core.logprobs import token_logprobs
-from core.model import base_of, facts, is_adapter, newest, settings
+from core.model import facts, settings
 from extras.presence import has
 from extras.models import cache_of
 from lora import Adapter, adapter_tensors, adapted_linears, is_adapted
@@ -44,7 +41,6 @@ def probed(load_model):
     """Return this load_model, which probes what it loads."""
     @wraps(load_model)
     def load(path: str, **options):
-        check_merges(newest(path))
         with no_panic(path):
             model, tokenizer = load_model(path, **options)
         check_tokenizer(model, tokenizer, path)
@@ -54,23 +50,6 @@ def probed(load_model):
             note_what_is_left_out(model)
         return model, tokenizer
     return load
-
-
-def check_merges(path: str):
-    """Refuse merges of a BPE that are shorter than its prefix: the Rust code would panic."""
-    file = Path(base_of(path) if is_adapter(path) else path, "tokenizer.json")
-    text = file.read_bytes() if file.is_file() else b""
-    # Almost no BPE has one, and the file may be large.
-    if not re.search(rb'"continuing_subword_prefix":\s*"[^"]', text):
-        return
-    with reading(file):
-        model = json.loads(text)["model"]
-        prefix = model["continuing_subword_prefix"]
-        for merge in model.get("merges", ()):
-            second = merge[1] if isinstance(merge, list) else merge.rpartition(" ")[2]
-            if len(second.encode()) < len(prefix.encode()):
-                raise ValueError(f"continuing_subword_prefix is {prefix!r:.80}, and the merge "
-                                 f"{merge!r:.80} does not have it; null is none")
 
 
 @contextmanager
@@ -90,10 +69,6 @@ def check_tokenizer(model, tokenizer, path):
 
     A special token that the template does not write needs none, such as Gemma 3's for images.
     """
-    longest = tokenizer.model_max_length
-    if type(longest) not in (int, float):
-        raise UserError(f"{path}: tokenizer_config.json: model_max_length is {longest!r:.80}; "
-                        "write a number there, or leave it out")
     with no_panic(path), reading(path):
         tokenizer.decode(tokenizer.encode("a"))
     vocabulary = len(model.get_input_embeddings().weight)

@@ -26,10 +26,10 @@ ARGUMENTS = {
     rf"<arg_key>{KEY}</arg_key>\s*<arg_value>": "</arg_value>"}
 
 
-def read_tagged(text, opener, start, tools):
+def read(text, opener, start, tools):
     """Read a name, then its arguments in tags. After the name Llama writes JSON instead."""
     name = re.compile(NAME).match(text, start)
-    if not opener[0] or not name:
+    if not name:
         return None
     position = name.end()
     if text.startswith("{", position):

@@ -15,8 +15,8 @@ keeps a conversation in its cache (chat.py).
 """
 
 
-def terminal(config_class, command, agent):
+def terminal(config_class, command, agent, load_model):
     """Return the Config and command of `python agent.py`, given those of core and the module."""
     # No other program reads it.
     from extras.serve.chat import extended
-    return extended(config_class, agent)
+    return extended(config_class, agent, load_model)

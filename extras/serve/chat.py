@@ -7,7 +7,7 @@
     python agent.py --model_path runs/grpo --serve         OpenAI's API
 
 Core's own command plays the same tasks, and its chat is a shorter one. `agent` is the module
-agent.py, which this layer does not import: it is given.
+agent.py, which this layer does not import: it is given, as `load_model` is.
 """
 import sys
 import textwrap
@@ -33,7 +33,7 @@ from lora import merged
 WIDTH = 79  # of the lines that introduce an environment
 
 
-def extended(config_class, agent):
+def extended(config_class, agent, load_model):
     """Return the Config and the command of agent.py with what this layer adds."""
     @dataclass(kw_only=True)
     class Config(config_class):
@@ -49,7 +49,7 @@ def extended(config_class, agent):
         port: int = flag(8000, "with --serve: the port; 0: a free one", low=0, high=65535)
         token: str | None = flag(None, "with --serve: what clients must send as their API key")
 
-    return Config, partial(run, agent)
+    return Config, partial(run, agent, load_model)
 
 
 def serve(config, model, tokenizer, begin, make_engine):
@@ -68,7 +68,7 @@ def serve(config, model, tokenizer, begin, make_engine):
     answer(config, model, tokenizer, begin, make_engine)
 
 
-def run(agent, config):
+def run(agent, load_model, config):
     """Do what a Config asks for."""
     check_served(config)
     is_free = config.temperature is None  # no flag says it
@@ -83,7 +83,7 @@ def run(agent, config):
               f"{len(tasks)} tasks")
         if config.dataset and not (config.split == "test" and config.eval_dataset):
             print("      --split test --eval_dataset FILE plays a whole file")
-    model, tokenizer = load(config, agent)
+    model, tokenizer = load(config, load_model)
     if is_free and not config.env:
         config = sampled_as_its_own(config, model)
     if config.num_tasks:
@@ -105,12 +105,12 @@ def run(agent, config):
             raise
 
 
-def load(config, agent):
+def load(config, load_model):
     """Load the model and print what it is. Return it and its tokenizer."""
     print(f"loading {config.model_path}", flush=True)
     # A server exchanges adapters: the one that it is started with stays beside its weights.
-    model, tokenizer = agent.load_model(config.model_path, dtype=config.dtype, train=False,
-                                        merge=False if config.serve else None)
+    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False,
+                                  merge=False if config.serve else None)
     print(f"{model.num_parameters() / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on "
           f"{model.device.type}")
     note_untrained(config)

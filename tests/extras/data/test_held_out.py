@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-import agent
 import dpo
 import envs
 import grpo
 import reward_weighted
 import sft
+import talk
 import agent_program
 from core.config import UserError
 from envs.tasks import load_tasks
@@ -76,13 +76,13 @@ def watch(monkeypatch, owner, name, keep):
 
 
 @pytest.mark.parametrize("program, says", [
-    (agent_program.run, "--split test: no row of {} is held out; give --eval_dataset FILE, or --split train"), (agent.command, "--split test: there is no task to play")])
+    (agent_program.run, "--split test: no row of {} is held out; give --eval_dataset FILE, or --split train"), (talk.command, "--split test: there is no task to play")])
 def test_the_held_out_tasks_of_a_file_that_has_none_cannot_be_played(place, tmp_path, program, says):
     """A run goes on without them (64 equal rows here), but agent.py was asked for them alone."""
     path = tmp_path / "equal.jsonl"
     write(path, [{"question": "1 + 1?", "answer": "#### 2"}] * 64)
     assert (len(load_tasks("gsm8k", "train", None, 0, str(path))), load_tasks("gsm8k", "test", None, 0, str(path))) == (64, [])
-    config = (agent_program.Config if program is agent_program.run else agent.Config)(
+    config = (agent_program.Config if program is agent_program.run else talk.Config)(
         model_path=str(place / "base"), env="gsm8k", dataset=str(path), split="test", num_tasks=2)
     with pytest.raises(UserError) as error:
         program(config)

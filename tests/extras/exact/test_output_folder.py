@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 from types import SimpleNamespace
 
 import programs
@@ -22,7 +21,6 @@ from core.run import algorithm_of
 from extras.exact.checkpoint import check_base, prune, read_state
 from core.model import checkpoints
 from core.config import UserError
-from extras.stop import Stop
 from layers import Run
 from layers import load_model
 
@@ -34,40 +32,6 @@ def test_a_log_that_was_thinned_is_cut_between_two_lines(stopped, tmp_path):  # 
     log.write_text("".join(lines) + '{"step": 5, "to')
     Run(sft.settle(again), "sft").begin()  # after its second step
     assert log.read_text() == "".join(lines[:3])
-
-
-# ----------------------------------------------------------------------------------------- removed while the run goes
-@pytest.mark.parametrize("ended, name", [
-    ("signal", "config.yaml"), ("signal", "metrics.jsonl"), ("signal", "checkpoints"), ("signal", ""), ("end", "checkpoints"), ("end", ""),
-    *(pytest.param(ended, name, marks=pytest.mark.slow) for ended, name in (
-        ("signal", "timing.jsonl"), ("signal", "trajectories.jsonl"), ("end", "config.yaml"), ("end", "metrics.jsonl"), ("end", "timing.jsonl"), ("end", "trajectories.jsonl")))])
-def test_what_is_removed_during_a_run_hinders_no_save(place, tmp_path, monkeypatch, name, ended):  # noqa: F811
-    again, folder = toy(place, tmp_path / "run"), tmp_path / "run"
-    adamw = sft.adamw
-
-    def removing(*args, **options):
-        optimizer, updates = adamw(*args, **options), []
-
-        def remove(*_):
-            updates.append(1)
-            if len(updates) == 2:
-                shutil.rmtree(folder / name) if name in ("checkpoints", "") else (folder / name).unlink(missing_ok=True)
-                if ended == "signal":
-                    os.kill(os.getpid(), signal.SIGTERM)
-        optimizer.register_step_post_hook(remove)
-        return optimizer
-    with monkeypatch.context() as patch:
-        patch.setattr(sft, "adamw", removing)
-        if ended == "end":
-            assert sft.train(again)["steps"] == 3
-            return
-        from extras.exact.process import Signals
-        with pytest.raises(Stop), Signals():
-            sft.train(again)
-    assert read_state(newest_checkpoint(folder))["step"] == 2
-    again.resume = True
-    assert sft.train(again)["steps"] == 3
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-1:] == [2]
 
 
 def test_a_folder_whose_config_is_gone_is_refused_in_a_line(stopped, tmp_path):  # noqa: F811
@@ -93,20 +57,10 @@ def without(name):
     return lambda state: sealed({key: value for key, value in state.items() if key != name})
 
 
-def instead(name, value):
-    return lambda state: sealed({**state, name: value})
-
-
 STRANGE = [lambda state: {}, lambda state: {"epoch": 3, "global_step": 7}, lambda state: {"made_of": [1]}, lambda state: [state],
            lambda state: {**state, "checksum": 3}, lambda state: {**state, "checksum": "0"}, lambda state: None, lambda state: "text",
            lambda state: {"score": 0.99}, lambda state: {**state, "score": "0.99"}]
 STRANGE += [without(name) for name in checkpoint.RESTORED if name != "made_of"]
-STRANGE += [instead("files", {"../../config.yaml": 1}), instead("files", {"\0": 1}), instead("files", {"nothing": None}),
-            instead("made_of", {"base/config.json": 7})]
-STRANGE += [instead(name, value) for name, value in [
-    ("step", "three"), ("step", None), ("step", 2.0), ("step", -2), ("step", True), ("seconds", "9 s"), ("planned", None), ("planned", [3]), ("bad", {}),
-    ("before", []), ("before", {"success": "0.5"}), ("before", {"success": {}}), ("scores", None), ("scores", {"2": "best"}), ("scores", [0.5]), ("files", []),
-    ("made_of", "base"), ("algorithm", 3), ("groups", {}), ("groups", [3]), ("groups", [{"d": "x"}])]]
 
 
 @pytest.mark.parametrize("change", STRANGE, ids=range(len(STRANGE)))

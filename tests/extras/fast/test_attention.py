@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.engine import row_attention
 from core.logprobs import token_logprobs
-from extras.fast import attention
+from extras.fast import attention, products
 from extras.fast.attention import causal_attention
 from layers import load_model
 from lora import merged_to_train, reference
@@ -31,41 +31,41 @@ def close(ours, theirs):
 
 
 def test_two_products_give_the_stock_kernels_numbers_and_gradients():
-    ours = with_gradients(lambda *x: attention.causal_products(0.3, *x), *heads(7))
+    ours = with_gradients(lambda *x: products.causal(0.3, *x), *heads(7))
     assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7)))
 
 
-@pytest.mark.parametrize("dtype, products", [(torch.float32, False), (torch.bfloat16, True)])
-def test_on_a_cpu_products_are_for_16_bits(monkeypatch, dtype, products):
+@pytest.mark.parametrize("dtype, takes_products", [(torch.float32, False), (torch.bfloat16, True)])
+def test_on_a_cpu_products_are_for_16_bits(monkeypatch, dtype, takes_products):
     """bench/attention.py: in float32 the stock kernel takes half of their time."""
-    calls, compute = [], attention.causal_products
-    monkeypatch.setattr(attention, "causal_products", lambda *x: calls.append(1) or compute(*x))
+    calls, compute = [], products.causal
+    monkeypatch.setattr(products, "causal", lambda *x: calls.append(1) or compute(*x))
     inputs = [x.detach().to(dtype).requires_grad_() for x in heads(7)]
     ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *inputs)
-    assert bool(calls) == products
+    assert bool(calls) == takes_products
     theirs = with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *inputs)
-    assert products or all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert takes_products or all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("limit, rows_at_once", [(10**6, [3]), (2400, [2, 1]), (1200, [1, 1, 1])], ids=["all", "two", "one"])
 def test_scores_that_are_too_large_are_computed_some_rows_at_a_time(monkeypatch, limit, rows_at_once):
     """A row has 6 x 7 x 7 scores of 4 bytes here."""
-    seen, weights = [], attention._weights
+    seen, weights = [], products._weights
 
     def watched(*inputs):
         for piece in weights(*inputs):
             seen.append(len(piece[-1]))
             yield piece
-    monkeypatch.setattr(attention, "SCORES", limit)
-    monkeypatch.setattr(attention, "_weights", watched)
-    ours = with_gradients(lambda *x: attention.causal_products(0.3, *x), *heads(7, B=3))
+    monkeypatch.setattr(products, "SCORES", limit)
+    monkeypatch.setattr(products, "_weights", watched)
+    ours = with_gradients(lambda *x: products.causal(0.3, *x), *heads(7, B=3))
     assert seen == 2 * rows_at_once  # forward, and again in the backward pass
     assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *heads(7, B=3)))
 
 
 def test_a_row_that_is_too_large_by_itself_is_left_to_the_stock_kernel(monkeypatch):
     monkeypatch.setattr(attention, "MAX_SCORES", 500)
-    monkeypatch.setattr(attention, "causal_products", None)
+    monkeypatch.setattr(products, "causal", None)
     inputs = [x.detach().bfloat16().requires_grad_() for x in heads(7, B=3)]
     ours = with_gradients(lambda *x: causal_attention(MODULE, *x, None, scaling=0.3)[0], *inputs)
     assert close(ours, with_gradients(lambda *x: sdpa_attention_forward(MODULE, *x, None, scaling=0.3)[0], *inputs))
@@ -82,7 +82,7 @@ def test_the_written_gradients_are_those_of_autograd_in_float64(P, width):
         key, value = key.repeat_interleave(3, 1), value.repeat_interleave(3, 1)
         hidden = torch.ones(7, P + 7, dtype=torch.bool).triu(1 + P)
         return ((query @ key.mT * 0.3).masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2)
-    ours = with_gradients(lambda *x: attention.causal_products(0.3, *x), query, key, value, *prefix)
+    ours = with_gradients(lambda *x: products.causal(0.3, *x), query, key, value, *prefix)
     theirs = with_gradients(plain, query, key, value, *prefix)
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(ours, theirs, strict=True))
 
@@ -97,7 +97,7 @@ def test_in_16_bits_spare_keys_that_fill_up_a_vector_change_nothing():
 @pytest.mark.parametrize("grad, limit", [(True, 2**25), (False, 2**25), (True, 2000)], ids=["gradients", "no gradients", "some rows at a time"])
 def test_a_packed_row_gives_every_rows_own_attention(monkeypatch, grad, limit):
     P, rows, W = 5, 3, 4
-    monkeypatch.setattr(attention, "SCORES", limit)
+    monkeypatch.setattr(products, "SCORES", limit)
     packed = heads(P + rows * W, B=1)
 
     def separately(*inputs):

@@ -666,7 +666,7 @@ def test_a_token_is_asked_of_everybody_but_health(tiny_model):
 
 
 def test_who_can_be_reached_needs_a_token_before_the_model_is_loaded(monkeypatch):
-    monkeypatch.setattr(agent, "load_model", pytest.fail)
+    monkeypatch.setattr(agent_program.talk, "load_model", pytest.fail)
     with pytest.raises(UserError, match="--token"):
         agent_program.run(agent_program.Config(serve=True, host="0.0.0.0"))
 

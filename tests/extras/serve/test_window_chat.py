@@ -146,7 +146,7 @@ def plain(monkeypatch, capsys, *words, **options):
         except StopIteration:
             raise EOFError from None
     monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(agent_program.talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     agent_program.run(agent_program.Config(**options))
     return capsys.readouterr().out
 
@@ -176,7 +176,7 @@ def test_top_k_and_top_p_cut_what_is_sampled_in_a_chat(monkeypatch, capsys):
 
 
 def test_top_k_and_top_p_cut_what_is_sampled_and_eight_episodes_are_printed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(agent_program.talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     played = []
     for i, cut in enumerate(CUTS):
         out = str(tmp_path / f"{i}.jsonl")
@@ -195,7 +195,7 @@ def test_what_is_asked_again_is_sampled_anew_and_the_seed_repeats_it_all(monkeyp
 
 
 def test_the_model_is_loaded_in_the_dtype_that_was_asked_for(capsys):
-    model, _ = talk.load(agent_program.Config(dtype="bfloat16"), agent)
+    model, _ = talk.load(agent_program.Config(dtype="bfloat16"), agent_program.talk.load_model)
     assert model.dtype == torch.bfloat16 and "0.9 million weights, bfloat16, on " in capsys.readouterr().out
 
 
@@ -326,7 +326,7 @@ def test_a_model_that_nothing_has_trained_says_so_in_one_line(monkeypatch, capsy
     for words in ({}, {"env": "equations", "num_tasks": 1}):
         assert plain(monkeypatch, capsys, max_new_tokens=4, **words).splitlines().count(line) == 1
     assert line not in plain(monkeypatch, capsys, max_new_tokens=4, model_path=str(run_folder(tmp_path / "run", env="equations", tasks="null")))
-    agent.command(agent_program.Config(max_new_tokens=4))  # without the layer
+    agent_program.talk.command(agent_program.Config(max_new_tokens=4))  # without the layer
     assert capsys.readouterr().out.splitlines() == [line, "plain chat, temperature 0.7; Ctrl-D ends"]
 
 
@@ -364,7 +364,7 @@ def test_a_signal_keeps_the_finished_episodes(tmp_path, signum, status):
 
 def status_of(monkeypatch, *words):
     """The exit status of agent.py, played in this process by the untaught model."""
-    monkeypatch.setattr(agent, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(agent_program.talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     monkeypatch.setattr(sys, "argv", ["agent.py", *map(str, words)])
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
