@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from core.model import facts
 from core.packing import FAMILIES
-from extras.presence import has
 from extras.fast.attention import fast_row_attention
 from extras.fast.processor import give_back_memory
-from lora import adapted_forward, is_adapted, weight_is_enough
+from lora import SAME_NUMBERS, adapted_forward, is_adapted, weight_is_enough
 
 
 def free_merged(linears):
@@ -42,13 +42,7 @@ def whole_weight(linear):
     return linear.weight
 
 
-# Forwards in place of a module's own that compute the same numbers by other means.
-KNOWN_FORWARDS = {adapted_forward, merge_and_run}
-tiled = None
-if has("memory"):
-    from extras.memory import pointwise
-    from extras.memory.checkpointing import tiled
-    KNOWN_FORWARDS |= {tiled, pointwise.mlp, pointwise.norm}
+SAME_NUMBERS.add(merge_and_run)
 
 
 def fits(model) -> bool:
@@ -68,7 +62,7 @@ def _as_built(module, device) -> bool:
         if weight.device != device or weight.is_cpu and not plain(module):
             return False
     replaced = vars(module).get("forward")
-    return not replaced or getattr(replaced, "func", None) in KNOWN_FORWARDS
+    return not replaced or getattr(replaced, "func", None) in SAME_NUMBERS
 
 
 def plain(linear) -> bool:
@@ -85,7 +79,8 @@ class Fused:
     @torch.no_grad()
     def __init__(self, model):
         self.base = model.base_model
-        self.layers = [FusedLayer(layer) for layer in self.base.layers]
+        in_tiles = getattr(facts(model).techniques, "mlp_tokens", 0)
+        self.layers = [FusedLayer(layer, in_tiles) for layer in self.base.layers]
         self.head = joined(model.get_output_embeddings())
         give_back_memory()
 
@@ -102,9 +97,9 @@ class Fused:
 
 
 class FusedLayer:
-    """One decoder layer."""
+    """One decoder layer. Where its MLP goes in_tiles, that of a prompt is the layer's own."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, in_tiles):
         self.attention = attention = layer.self_attn
         self.norm = layer.input_layernorm
         self.mlp_norm = layer.post_attention_layernorm
@@ -113,8 +108,8 @@ class FusedLayer:
         mlp = layer.mlp
         self.mlp = self.prompt_mlp = partial(
             fused_mlp, joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj))
-        # A long prompt stays in tiles: its intermediate values would fill a small GPU.
-        if tiled and getattr(vars(mlp).get("forward"), "func", None) is tiled:
+        # The intermediate values of a long prompt would fill a small GPU.
+        if in_tiles:
             self.prompt_mlp = mlp
         self.heads = attention.q_proj.out_features // attention.head_dim  # H
         self.kv_heads = attention.k_proj.out_features // attention.head_dim  # H_kv

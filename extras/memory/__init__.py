@@ -27,7 +27,6 @@ import torch
 from core.config import UserError, flag
 from core.model import facts, is_adapter, newest, read_settings
 from extras.memory.adapter import kind_of
-from extras.memory.checkpointing import checkpoint_layers, tile_mlps
 from extras.memory.pointwise import install
 from extras.memory.reading import Reader
 from extras.memory.rounding import scale_gradients
@@ -102,6 +101,10 @@ def use(model, chosen: Techniques, stream):
     """Put the forwards in place that keep less for the backward pass."""
     if chosen.recompute_pointwise:
         install(model)
+    if not (chosen.mlp_tokens or chosen.gradient_checkpointing):
+        return
+    # The plain setting recomputes no more.
+    from extras.memory.checkpointing import checkpoint_layers, tile_mlps
     if chosen.mlp_tokens:
         tile_mlps(model, chosen.mlp_tokens)
     if chosen.gradient_checkpointing:

@@ -9,7 +9,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from extras.memory.checkpointing import to_host
 from extras.memory.rounding import Rounded
 from lora import Adapter
 
@@ -47,6 +46,7 @@ class OnHost(Adapter):
     device = "cpu"
 
     def __init__(self, linear, *settings):
+        from extras.memory.checkpointing import to_host
         super().__init__(linear, *settings)
         for p in self.parameters():
             p.data = to_host(p.data)

@@ -11,6 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
+from lora import SAME_NUMBERS
+
 
 def layers_of(model) -> list:
     """Return the transformer layers of a model."""
@@ -80,6 +82,9 @@ def tiled(mlp, run, tokens, x):
         return functional_call(mlp, dict(zip(copies, weights)), tile)
     tiles = x.flatten(0, -2).split(tokens)  # (tokens, D) each
     return torch.cat([recompute(run_tile, tile, *copies.values()) for tile in tiles]).view(x.shape)
+
+
+SAME_NUMBERS.add(tiled)
 
 
 def recompute(run, *inputs):

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from extras.memory.adapter import recomputable
+from lora import SAME_NUMBERS
 
 FAMILY = {"llama", "qwen2", "qwen3"}
 CPU_PIECE = 2**17  # numbers of a norm in float32 at once: on a CPU they stay in its cache
@@ -46,6 +47,9 @@ def mlp(module, stock, x):
     product = _SwiGLU.apply(gate, up)
     recomputable[product] = cache(partial(swiglu, gate.detach(), up.detach()))
     return module.down_proj(product)
+
+
+SAME_NUMBERS.update((norm, mlp))
 
 
 def swiglu(gate, up):

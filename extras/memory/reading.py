@@ -3,7 +3,6 @@ import torch
 
 from core.model import from_pretrained
 from core.tiny import make_tiny
-from extras.memory.checkpointing import layers_of
 from extras.memory.folders import auto_class, check_kind, check_stored, read_complete
 
 
@@ -36,6 +35,7 @@ class Reader:
             from extras.memory.quantization import round_weights
             round_weights(model.to(device), self.quantized)
         if self.chosen.stream_layers:
+            from extras.memory.checkpointing import layers_of
             from extras.memory.streaming import Stream
             self.stream = Stream(layers_of(model), device)
         return model, tokenizer

@@ -9,7 +9,9 @@ from extras.fast import fused
 from layers import load_model
 from core.engine import Row, StockForward
 from core.logprobs import token_logprobs
+from core.model import facts
 from extras.memory.adapter import Beside, Recomputing
+from extras.memory.techniques import PLAIN
 
 OURS = ["qwen2", "qwen2_sliding", "qwen3", "llama_gqa", "llama_mha", "smollm", "tiny"]
 OTHERS = ["gemma3", "mistral", "phi3"]
@@ -76,6 +78,7 @@ def test_the_norms_of_queries_and_keys_have_the_models_epsilon():
 def test_a_prompt_stays_in_tiles_and_a_decode_step_is_fused():
     model = build("qwen2")
     checkpointing.tile_mlps(model, 4)
+    facts(model).techniques = PLAIN._replace(mlp_tokens=4)  # as `load_model` notes it
     engine = make_engine(model, slots=1)
     widths = []
     for layer, stock in zip(engine.decoder.layers, model.model.layers):
