@@ -29,7 +29,6 @@ import agent_program
 from envs.task_files import as_the_run
 from envs.tasks import load_tasks
 import envs
-import talk
 from agent import Limits, Trajectory, evaluate, rollout
 from core.data import collate
 from envs.calls import shorten, shortened
@@ -1093,7 +1092,7 @@ def test_traces_come_from_the_training_split(tmp_path, monkeypatch):
 def test_an_old_output_file_is_renamed_when_model_and_tasks_have_loaded(tmp_path, monkeypatch):
     out = tmp_path / "traces.jsonl"
     out.write_text("hours of work\n")
-    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(agent_program.talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     for wrong in ({"dataset": "nowhere.jsonl"}, {"env": "nowhere.py:Env"}):
         with pytest.raises(UserError):
             agent_program.run(agent_program.Config(**{"env": "equations", "num_tasks": 1, "output": str(out), **wrong}))
@@ -1186,7 +1185,7 @@ def chat_in(monkeypatch, capsys, words, *turns, env_name="equations", **options)
         except StopIteration:
             raise EOFError from None
     monkeypatch.setattr("builtins.input", ask)
-    monkeypatch.setattr(talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
+    monkeypatch.setattr(agent_program.talk, "load_model", lambda *_, **__: (MODEL, TOKENIZER))
     Script(monkeypatch, turns, env_name)
     monkeypatch.setattr(talk, "Row", agent.Row)
     agent_program.run(agent_program.Config(env=env_name, **options))
@@ -1227,13 +1226,13 @@ def test_terminal_escapes_are_printed_as_text(monkeypatch, capsys):
     (["--env", "equations", "--num_tasks", 1, "--max_tokens", 8], "prompt has"), (["--env", "equations,meetings"], "one environment at a time"), (["--env", "equations", "--env_options", "noise"], "write name=value"),
     (["--env", "equations", "--env_options", "noize=1"], "did you mean noise?")])
 def test_bad_inputs_are_told_in_one_line(monkeypatch, capsys, words, says):
-    load = talk.load_model
-    monkeypatch.setattr(talk, "load_model", lambda path, **options: (MODEL, TOKENIZER) if path == "tiny" else load(path, **options))
+    load = agent_program.talk.load_model
+    monkeypatch.setattr(agent_program.talk, "load_model", lambda path, **options: (MODEL, TOKENIZER) if path == "tiny" else load(path, **options))
     monkeypatch.setattr(sys, "argv", ["agent.py", *map(str, words)])
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "reconfigure", lambda **_: None, raising=False)
     with pytest.raises(SystemExit) as status:
-        main(agent_program.Config, agent_program.run, talk.__doc__)
+        main(agent_program.Config, agent_program.run, agent_program.talk.__doc__)
     error = capsys.readouterr().err
     assert status.value.code == 2 and error.startswith("agent.py: ") and error.count("\n") == 1 and says in error, error
 
@@ -1286,12 +1285,12 @@ def test_another_agent_plays_without_a_change_of_this_file():
 def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_path, capsys):
     output = tmp_path / "episodes.jsonl"
     config = agent_program.Config(env="equations", num_tasks=3, group_size=2, output=str(output), max_new_tokens=4)
-    talk.command(config)
+    agent_program.talk.command(config)
     out = capsys.readouterr().out
     episodes = [trajectory_of(json.loads(line)) for line in output.read_text().splitlines()]
     assert len(episodes) == 6 and out.count("[max_new_tokens; ") == 6 and re.search(r"^pass@2 +0$", out, re.M)
     with pytest.raises(UserError, match="there is a file of this name"):
-        talk.command(config)
+        agent_program.talk.command(config)
     for env, lines in (("equations", ["2x = 4", "what"]), (None, ["one", "two", "three"])):
         typed = iter(lines)
 
@@ -1300,7 +1299,7 @@ def test_the_command_plays_counts_and_writes_without_any_layer(monkeypatch, tmp_
                 return line
             raise EOFError
         monkeypatch.setattr("builtins.input", answer)
-        talk.command(agent_program.Config(env=env, max_new_tokens=4))
+        agent_program.talk.command(agent_program.Config(env=env, max_new_tokens=4))
         out = capsys.readouterr().out
         if env:
             assert "User: Solve for x: 2x = 4\n" in out and out.count("User: ") == 1 and "['what' is not an equation" in out
@@ -1317,7 +1316,7 @@ def test_a_plain_chat_remembers_what_was_said(monkeypatch):
         return [t]
     lines = iter(["one", "two"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or raising(kind=EOFError))
-    talk.chat(play, envs.load("envs.prompts:Prompts"))
+    agent_program.talk.chat(play, envs.load("envs.prompts:Prompts"))
     assert [[m["content"] for m in prompt] for prompt in asked] == [["one"], ["one", "answer 0", "two"]]
 
 

@@ -21,7 +21,8 @@ from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, f
 from envs.tasks import RolloutFlags
 from layers import Run
 import agent_program
-from extras.hints.command_line import NOT_HERE, SYNONYMS, parse
+from extras.hints.command_line import parse
+from extras.hints.refusals import NOT_HERE, SYNONYMS
 from extras.memory import MemoryFlags
 
 

@@ -25,7 +25,8 @@ from envs import load
 from envs.tasks import load_tasks
 from schooling import demonstrate
 from core.config import UserError, options
-from extras.hints.command_line import NOT_HERE, SYNONYMS, parse
+from extras.hints.command_line import parse
+from extras.hints.refusals import NOT_HERE, SYNONYMS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

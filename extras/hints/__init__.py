@@ -1,6 +1,7 @@
 """What an input means that is wrong, or written for another library.
 
-    command_line.py  parse overrides core.config.parse: help in groups, what was meant, and where
+    command_line.py  parse overrides core.config.parse: help in groups, what is wrong, and where
+    refusals.py      what was meant by an unknown flag
     synonyms.txt     our flags: their names in TRL, transformers, PEFT, verl and OpenRLHF. Also
                      layers: the flags that need them, with the values that ask for nothing
 

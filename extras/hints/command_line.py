@@ -1,4 +1,4 @@
-"""The command line and YAML files of options: where an input is wrong, and what was meant by it."""
+"""The command line and YAML files of options, and where an input is wrong."""
 import argparse
 import ast
 import os
@@ -6,20 +6,12 @@ import re
 import shlex
 import sys
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import yaml
 
-from core.config import CODE, KINDS, ONCE, UserError, convert, nearest, options, reading
-from extras.presence import has
+from core.config import CODE, KINDS, ONCE, UserError, convert, options, reading
 
-LINES = Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines()
-SYNONYMS = {meant: words.split() for meant, words in (line.split(": ") for line in LINES)}
-NOT_HERE = {}  # a flag of another library, or flag=value of it -> the sentence that answers it
-for entry in re.split(r"\n(?! )", Path(__file__).with_name("not_here.txt").read_text("utf-8")):
-    names, _, sentence = entry.partition(":")
-    NOT_HERE |= dict.fromkeys(names.split(), " ".join(sentence.split()))
 # extras/data fills it: how a list of a flag in YAML becomes text.
 YAML_LISTS = {}
 
@@ -32,7 +24,8 @@ def parse(config_class, argv, description=""):
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: needs a value") from None
     if unknown:
-        raise _unexpected(unknown, [*_names(flags), "config", "help"], argv)
+        from extras.hints.refusals import unexpected
+        raise unexpected(unknown, [*_names(flags), "config", "help"], argv)
     values = {}
     for path in given.config:
         values.update(_yaml_values(path, flags))
@@ -49,11 +42,15 @@ def parse(config_class, argv, description=""):
                         f"you trust it, add {shlex.join(code)} to the command")
     for name, text in vars(given).items():
         option = flags[name]
-        if answer := NOT_HERE.get(f"{name}={text}"):
-            raise UserError(f"--{name} {text}: {answer}")
         # None means that an auto flag was not given. There "none" is a value like others.
         is_none = option.optional and not option.auto and text.lower() in ("none", "null")
-        values[name] = convert(None if is_none else text, option, f"--{name}")
+        try:
+            values[name] = convert(None if is_none else text, option, f"--{name}")
+        except UserError:
+            from extras.hints.refusals import NOT_HERE
+            if answer := NOT_HERE.get(f"{name}={text}"):
+                raise UserError(f"--{name} {text}: {answer}") from None
+            raise
     for name in str(values.get("env")).split(","):
         _check_file(name.strip())
     return config_class(**values)
@@ -115,9 +112,7 @@ def _yaml_values(path, flags):
     for line, key, value in read_yaml(path):
         place, name = f"{path}:{line}", names.get(key)
         if not name:
-            # Ignored: a layer's flag that asks for nothing, of a run made where the layer was.
-            if f"{key}={value}" not in chain(*SYNONYMS.values()):
-                unknown[key] = place
+            unknown[key] = place, value
             continue
         if name in ONCE:
             raise UserError(f"{place}: {key} is given on the command line only: --{name}")
@@ -125,8 +120,8 @@ def _yaml_values(path, flags):
             raise UserError(f"{place}: {key} is given twice")
         values[name] = convert(value, flags[name], f"{place}: {key}")
     if unknown:
-        first, *_ = unknown.values()
-        raise _unknown(list(unknown), names, f"{first}: ")
+        from extras.hints.refusals import refuse_names
+        refuse_names(unknown, names)
     return values
 
 
@@ -165,60 +160,3 @@ def _check_file(env):
              if node.bases or any(getattr(item, "name", "") == "reset" for item in node.body)]
     names = " or ".join(found) or "there is none with reset() (envs/template.py is an example)"
     raise UserError(f"--env {env}: name a class of the file: {names}")
-
-
-def _unexpected(words, known, argv):
-    """Return the UserError for what no flag takes. The word after an unknown flag is its value."""
-    unknown = []
-    for before, word in zip(["", *words], words):
-        if re.match("--.", word):
-            unknown.append(word[2:].partition("=")[0].replace("-", "_"))
-        elif not before.startswith("--"):
-            return UserError(f"unexpected argument {word}; {_written(word, known, argv)}")
-    return _unknown(unknown, known, prefix="--")
-
-
-def _written(word, known, argv):
-    """Return how the word should be written that no flag takes."""
-    if word.endswith((".yaml", ".yml", ".toml")):
-        return f"a file of options is YAML, of lines `name: value`: --config {word}"
-    # Hydra's spelling: actor.path=x, +name=x.
-    path, equals, value = word.partition("=")
-    name = re.split("[.+]", path)[-1]
-    if equals and name in known:
-        return f"options are written --{name} {value}"
-    place = argv.index(word)
-    if place < 2 or not re.match("--.", argv[place - 2]):
-        return "options are written --name value"
-    option = argv[place - 2][2:].replace("-", "_")
-    meant = "" if option in known else f"; --{option}: {_answer(option, known, '--')}"
-    return f"several values are written a,b{meant}"
-
-
-def _unknown(names, known, place="", prefix=""):
-    """Return the UserError for unknown flags, which answers all of them."""
-    names = dict.fromkeys(names)
-    answers = {}  # flags with the same answer stand together
-    for name in names:
-        answers.setdefault(_answer(name, known, prefix), []).append(prefix + name)
-    if len(names) > 1:
-        words = "; ".join(f"{', '.join(same)} ({answer})" for answer, same in answers.items())
-        return UserError(f"{place}unknown options: {words}")
-    [(answer, [name])] = answers.items()
-    if answer.startswith("needs "):
-        return UserError(f"{place}{name} {answer}")
-    return UserError(f"{place}unknown option {name}; {answer}")
-
-
-def _answer(name, known, prefix):
-    """Return what is said of an unknown flag: what was meant, by meaning or else by spelling."""
-    name = name.removeprefix("no_")
-    for meant, synonyms in SYNONYMS.items():
-        layer = meant.removeprefix("extras/")
-        if name not in [word.partition("=")[0] for word in synonyms]:
-            continue
-        if layer != meant and not (name in NOT_HERE and has(layer)):
-            return f"needs {meant}, which is not here"
-        if meant.split()[0] in known:
-            return f"did you mean {prefix}{meant}?"
-    return NOT_HERE.get(name) or nearest(name, known, prefix)
