@@ -262,7 +262,7 @@ class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
 
 def weighted_losses(config: Config) -> dict:
     """Return {name: (weight, loss)} of --loss and --loss_weights. Raises UserError for clashes."""
-    names = [name.strip() for name in config.loss.split(",")]
+    names = list(map(str.strip, config.loss.split(",")))
     for name in names:
         if name not in LOSSES:
             near = nearest(name, LOSSES, otherwise=", ".join(LOSSES))

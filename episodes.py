@@ -39,8 +39,9 @@ def read_episodes(path: str) -> dict[str, Trajectory]:
 
 def read_files(trajectories: str) -> list[dict[str, Trajectory]]:
     """Return `read_episodes` of each file of --trajectories ("a.jsonl,b.jsonl")."""
-    is_one = os.path.exists(trajectories)  # a file may have a comma in its name
-    paths = [trajectories] if is_one else [path.strip() for path in trajectories.split(",")]
+    paths = list(map(str.strip, trajectories.split(",")))
+    if os.path.exists(trajectories):  # a file may have a comma in its name
+        paths = [trajectories]
     if any("=" in path and not os.path.exists(path) for path in paths):
         raise UserError(f"--trajectories {trajectories}: all are paired; leave out shares")
     return [read_episodes(path) for path in paths]

@@ -198,7 +198,7 @@ def _targeted(model, targets):
 def target_names(targets) -> list:
     """Return target modules as a list, which may be given with commas between them."""
     names = targets.split(",") if isinstance(targets, str) else targets
-    return [name.strip() for name in names]
+    return list(map(str.strip, names))
 
 
 def linears_of(model) -> dict:

@@ -120,6 +120,14 @@ def members(ids) -> list[list[int]]:
     return list(indices.values())
 
 
+def by_group(trajectories: list) -> list[list]:
+    """Return the episodes of each group, in the order of their first appearance."""
+    groups = defaultdict(list)
+    for t in trajectories:
+        groups[t.group_id].append(t)
+    return list(groups.values())
+
+
 def collect_groups(play, tasks, config, step, run):
     """Play the step's groups, and replace those outside the success-rate band by other tasks'.
 
@@ -138,9 +146,7 @@ def collect_groups(play, tasks, config, step, run):
         episodes = play(fresh, config.group_size, step=step, first_task=drawn)
         played += episodes
         drawn += missing
-        episodes = without_faults(episodes)
-        for indices in members([t.group_id for t in episodes]):
-            group = [episodes[i] for i in indices]
+        for group in by_group(without_faults(episodes)):
             rate = sum(t.info["success"] for t in group) / len(group)
             # A NaN is kept, too: `unusable` reports it, and the step is skipped.
             broken = any(math.isnan(t.reward) for t in group)
@@ -246,9 +252,10 @@ def pass_at_k(trajectories: list) -> dict:
 
     If c of the G episodes of a task succeeded, it is 1 - C(G - c, k) / C(G, k).
     """
-    groups = members(t.group_id for t in trajectories)
-    successes = [[trajectories[i].info["success"] for i in group] for group in groups]
-    out = {}
+    successes = defaultdict(list)  # group id -> of its episodes
+    for t in trajectories:
+        successes[t.group_id].append(t.info["success"])
+    successes, out = successes.values(), {}
     for k in range(1, min(map(len, successes)) + 1):
         solved = [1 - math.comb(len(s) - sum(s), k) / math.comb(len(s), k) for s in successes]
         out[f"pass@{k}"] = sum(solved) / len(solved)
@@ -286,8 +293,7 @@ def pass_order(trajectories: list, batch_size: int) -> list:
     another order, which needs the batch size.
     """
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
-    groups = members([t.group_id for t in by_length])
-    return [by_length[i] for i in chain(*groups)]
+    return list(chain(*by_group(by_length)))
 
 
 def prompt_of(trajectory) -> list[int]:

@@ -288,7 +288,7 @@ def read_settings(folder: str, entries: dict) -> dict:
             raise ValueError("lora_alpha and r must be above 0, and r a whole number")
         targets = config["target_modules"]
         is_rule = isinstance(targets, str) or any(config.get(key) for key in PLACES)
-        config["target_modules"] = [name.strip() for name in targets]
+        config["target_modules"] = list(map(str.strip, targets))
     path = Path(folder, TENSORS)
     with reading(path), safe_open(path, "pt") as file:
         config["quantized_base"] = (file.metadata() or {}).get("base", "")

@@ -44,7 +44,7 @@ def make_tiny(seed: int = 0):
             '\n{"name": "slot_fit", "arguments": {}}\n',
             ' {"probability": 0.xx, "reason": "word", "recommendation": "YES|NO"}',
             '{"probability": 0.50', "()"]
-    numbers = [str(n) for n in range(-99, 100)] + [f"0{n}" for n in range(10)]
+    numbers = [*map(str, range(-99, 100)), *map("0{}".format, range(10))]
     # Words with and without a space before them.
     texts = [TINY_TEXT.replace("\n", " "), TINY_TEXT.replace(" ", "\n")] * 2
     backend.train_from_iterator(texts + json * 8 + numbers * 2, trainers.BpeTrainer(

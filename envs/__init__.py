@@ -88,7 +88,9 @@ def __getattr__(name):
 
 def names_of(env_names) -> list[str]:
     """Return the names in "equations, gsm8k", or of a class or a list; none for None."""
-    return [] if env_names is None else [name.strip() for name in named(env_names).split(",")]
+    if env_names is None:
+        return []
+    return list(map(str.strip, named(env_names).split(",")))
 
 
 def load(name: str) -> type:

@@ -29,7 +29,7 @@ def parse(text: str, env_names: str | None, classes: list) -> dict:
     options = {}
     # Not at the commas of a list: operators=["+", "-"].
     for item in filter(str.strip, re.split(r",(?![^\[({]*[\])}])", text)):
-        name, equals, value = (side.strip() for side in item.partition("="))
+        name, equals, value = map(str.strip, item.partition("="))
         if not equals:
             raise UserError(f"--env_options {name!r}: write name=value,name=value")
         if name == "unsafe_code" or name not in known and not takes_any:

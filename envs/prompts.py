@@ -80,6 +80,9 @@ def trl_message(message: dict) -> dict:
     """Return a message of an episode as TRL holds it, whose calls are those of functions."""
     if not message.get("tool_calls"):
         return message
-    calls = [call if "function" in call else {"type": "function", "function": call}
-             for call in message["tool_calls"]]
-    return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": list(map(as_function, message["tool_calls"]))}
+
+
+def as_function(item: dict) -> dict:
+    """Return a call or a schema as that of a function, if it is not one already."""
+    return item if "function" in item else {"type": "function", "function": item}

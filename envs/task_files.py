@@ -130,7 +130,8 @@ def tasks_of_file(name, names, cls, split, seed, path, is_whole, fields) -> list
     if not is_whole:
         held_out = are_held_out(rows, f"{path:.200}: {name}")
         tasks = [task for task, out in zip(tasks, held_out) if out == (split == "test")]
-    if dropped := sum(task.get("dropped_tests", 0) for task in tasks):
+    dropped = sum(task.get("dropped_tests", 0) for task in tasks)
+    if dropped:
         print(f"{path:.200}: {dropped} tests cannot be read: dropped ({split})")
     return shuffled(tasks, seed)
 

@@ -15,7 +15,7 @@ import envs
 from agent import Trajectory
 from core.chat import Chat, Template
 from core.config import reading
-from envs.prompts import as_messages
+from envs.prompts import as_function, as_messages
 from envs.task_files import need, read_as
 from envs.tasks import unseen
 from episodes import read_split
@@ -216,7 +216,7 @@ def read_tools(tools) -> list[dict] | None:
         if tools is None:
             return None
         # ShareGPT's tools are the functions alone.
-        tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+        tools = list(map(as_function, tools))
         if all(type(t["function"]["name"]) is str for t in tools):
             return tools
     raise ValueError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')

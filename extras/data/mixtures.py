@@ -92,7 +92,7 @@ def _columns(fields):
     """Return {our name: the name in the data} of --fields."""
     columns = {}
     for item in fields.split(",") if fields else ():
-        ours, _, theirs = (side.strip() for side in item.partition("="))
+        ours, _, theirs = map(str.strip, item.partition("="))
         if not ours or not theirs or ours in columns:
             raise UserError(f"--fields {item}: write question=problem,answer=solution: our name of "
                             "a column, and its name in the data")

@@ -143,18 +143,17 @@ def with_our_names(value):
     """Return what a field holds with our names: messages, one message, or text that has some."""
     if isinstance(value, str):
         value = messages_of(value)
-    if isinstance(value, dict):
-        return _with_our_names(value)
-    if isinstance(value, list):
-        return [_with_our_names(m) if isinstance(m, dict) else m for m in value]
-    return value
+    return list(map(_with_our_names, value)) if isinstance(value, list) else _with_our_names(value)
 
 
-def _with_our_names(message: dict) -> dict:
+def _with_our_names(message):
     """Return a message of ShareGPT, ms-swift or OpenAI's older form with our names.
 
-    A call outside of "tool_calls" becomes text between <tool_call> and </tool_call>.
+    A call outside of "tool_calls" becomes text between <tool_call> and </tool_call>. What is no
+    dict stays as it is.
     """
+    if not isinstance(message, dict):
+        return message
     need_text_alone(message)
     message = dict(message)
     if "from" in message:

@@ -36,5 +36,5 @@ def fingerprint(path):
 
 def paths_in(text):
     """Return what the value of a flag may name as files: itself, or a and b of "a=2,b"."""
-    items = [item.strip() for item in text.split(",")]
+    items = list(map(str.strip, text.split(",")))
     return [text, *items, *(item.rpartition("=")[0] for item in items)]

@@ -6,8 +6,10 @@ from pathlib import Path
 from core.config import UserError, nearest
 from extras.presence import has
 
-LINES = Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines()
-SYNONYMS = {meant: words.split() for meant, words in (line.split(": ") for line in LINES)}
+SYNONYMS = {}  # a flag, or a layer -> what others call it, or the flags that need it
+for line in Path(__file__).with_name("synonyms.txt").read_text("utf-8").splitlines():
+    meant, _, words = line.partition(": ")
+    SYNONYMS[meant] = words.split()
 NOT_HERE = {}  # a flag of another library, or flag=value of it -> the sentence that answers it
 for entry in re.split(r"\n(?! )", Path(__file__).with_name("not_here.txt").read_text("utf-8")):
     names, _, sentence = entry.partition(":")

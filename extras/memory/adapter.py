@@ -59,9 +59,15 @@ class Recomputing(Adapter):
         again = recomputable.get(x)
         if not again:
             return super().give_gradients(linear, x, output)
+
         # In place of x the function is kept, and freed with this node.
-        with saved_tensors_hooks(lambda tensor: again if tensor is x else tensor,
-                                 lambda kept: again() if kept is again else kept):
+        def pack(tensor):
+            return again if tensor is x else tensor
+
+        def unpack(kept):
+            return again() if kept is again else kept
+
+        with saved_tensors_hooks(pack, unpack):
             return super().give_gradients(linear, x, output)
 
 

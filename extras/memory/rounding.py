@@ -61,6 +61,10 @@ def scale_gradients(model):
 
 def enlarge(result):
     """Make the gradient of a result of `token_logprobs` GRADIENT_SCALE times as large."""
+    def scale(grad):
+        # It is None where the loss leaves the result out, as most losses do the entropy.
+        if grad is not None:
+            return grad * GRADIENT_SCALE
+
     if result.requires_grad:
-        # The gradient is None where the loss leaves it out, as most losses do the entropy.
-        result.register_hook(lambda grad: None if grad is None else grad * GRADIENT_SCALE)
+        result.register_hook(scale)

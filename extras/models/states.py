@@ -30,8 +30,8 @@ class StateCache(RowCache):
         """Return the rows in batches of consecutive slots and equal counts, so without padding."""
         # Among neighbours whose slots are consecutive, slot - i is the same.
         kinds = [(row.slot - i, len(row.pending), bool(row.length)) for i, row in enumerate(rows)]
-        batches = [[rows[i] for i in batch]
-                   for _, batch in groupby(range(len(rows)), lambda i: kinds[i])]
+        kind_of = dict(zip(rows, kinds)).get
+        batches = [list(batch) for _, batch in groupby(rows, kind_of)]
         return batches if len(batches) > 1 else super().batches(rows)
 
     def views(self, length: int) -> list:

@@ -105,7 +105,7 @@ def load(config, run=None) -> "Rewards":
                         "(envs/template.py), or name functions with --rewards")
     functions, weights = {"environment": environment}, {}
     for item in filter(str.strip, config.rewards.split(",")):
-        target, _, weight = (side.strip() for side in item.partition("="))
+        target, _, weight = map(str.strip, item.partition("="))
         judge = judge_of(target, config, run) if target.partition(":")[0] == "judge" else None
         name = judge.name if judge else target.rpartition(":")[2]
         if name in weights or (name == "environment" and target != name):

@@ -38,8 +38,8 @@ def look_into(source: str):
     if not (is_adapter(path) or (path / "config.json").exists()):
         raise UserError(f"{source}: holds no run with a checkpoint, no adapter and no model")
     run = path.resolve().parents[1] if path.parent.name == "checkpoints" else path
-    adapter, state, result = [read_json(file) if file.exists() else {} for file in (
-        path / ADAPTER, path / "state.json", run / "result.json")]
+    files = path / ADAPTER, path / "state.json", run / "result.json"
+    adapter, state, result = map(json_if_there, files)
     shapes = {}
     for file in path.glob("*model*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -50,9 +50,16 @@ def look_into(source: str):
         shapes=shapes)
 
 
+def json_if_there(path) -> dict:
+    """Return what a JSON file holds, {} if there is none."""
+    return read_json(path) if path.exists() else {}
+
+
 def kind_of(folder) -> str:
     """Return what the weights of a folder are, in words."""
-    layers = {match[1] for name in folder.shapes if (match := re.search(r"\.(\d+)\.", name))}
+    layers = set()
+    for name in folder.shapes:
+        layers.update(re.findall(r"\.(\d+)\.", name)[:1])
     if not folder.adapter:
         return f"a model of {len(layers)} layers"
     adapter = folder.adapter

@@ -45,16 +45,21 @@ def step_numbers(line, n, digits=3, width=0, between="  "):
     names = STEP_NUMBERS
     if "reward" not in line:
         names = ("loss", "accuracy", "margin")
-    # 123 in two digits would be 1.2e+02.
-    shown = [f"{name} {line[name]:<{width}.{digits if abs(line[name]) < 99 else 3}g}"
-             for name in names if name in line]
+    shown = []
+    for name in names:
+        if name in line:
+            # 123 in two digits would be 1.2e+02.
+            precision = digits if abs(line[name]) < 99 else 3
+            shown.append(f"{name} {line[name]:<{width}.{precision}g}")
     return between.join(shown[:n])
 
 
 def sparkline(values, width=8):
     """Return shares as a line of blocks, the mean of a stretch of them each."""
+    if not values:
+        return ""
     parts = min(width, len(values))
-    edges = [i * len(values) // parts for i in range(parts + 1)] if parts else []
+    edges = [i * len(values) // parts for i in range(parts + 1)]
     means = [fmean(values[a:b]) for a, b in zip(edges, edges[1:])]
     return "".join(BLOCKS[round(7 * min(max(mean, 0), 1))] for mean in means)
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from collections import defaultdict
 from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,7 +18,7 @@ from statistics import fmean, stdev
 import yaml
 
 from core.config import UserError, reading
-from core.data import is_finite, json_value, members, read_json
+from core.data import is_finite, json_value, read_json
 from core.run import CONFIG, EPISODES, algorithm_of, write_whole
 from extras.show.metrics import meaning
 from extras.show.notes import CHANGED, Alarms, log_rows, wilson
@@ -71,7 +72,7 @@ def result_of(folder):
 def logs_of(folder):
     """Return the rows of each log of an output folder."""
     paths = (folder / "metrics.jsonl", folder / "timing.jsonl")
-    return [[row for _, row in log_rows(path)] for path in paths if path.exists()]
+    return [list(dict(log_rows(path)).values()) for path in paths if path.exists()]
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -257,9 +258,10 @@ def step_data(step, episodes, tokens, read, algorithm):
     for number, (line, row) in enumerate(episodes.rows(step)):
         with reading(episodes.path, line):
             whole.append((row, read(row, recorded.get(number, {}))))
-    ids = [row.get("group_id", "") for row, _ in whole]
-    groups = [group(step, [whole[i] for i in indices]) for indices in members(ids)]
-    return {"groups": groups, "played": played}
+    groups = defaultdict(list)  # group id -> its episodes
+    for row, shown in whole:
+        groups[row.get("group_id", "")].append((row, shown))
+    return {"groups": [group(step, same) for same in groups.values()], "played": played}
 
 
 def group(step, whole):

@@ -173,5 +173,7 @@ def load_tokenizer(folder):
 def token_texts(tokenizer, ids):
     """Return the text that each id adds, "·" where it only begins a character."""
     from tokenizers.decoders import DecodeStream
+    if not tokenizer:
+        return []
     stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer, i) or "·" for i in ids] if tokenizer else []
+    return [stream.step(tokenizer, i) or "·" for i in ids]
