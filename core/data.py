@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from core.config import mix, reading
 
 MAX_RESAMPLE = 3  # rounds of replacement of groups outside the success-rate band
-# extras/data fills these: arguments of json.loads, functions that give our names to messages of
-# other forms, and functions that fill the tables of envs/task_files.py, which is given to them.
+# extras/data fills these: arguments of json.loads, functions that give messages our names, and
+# functions that fill the tables of the module envs/task_files.py.
 JSON_RULES, MESSAGE_FORMS, ROW_TABLES = {}, [], []
 
 
@@ -252,12 +252,11 @@ def pass_at_k(trajectories: list) -> dict:
 
     If c of the G episodes of a task succeeded, it is 1 - C(G - c, k) / C(G, k).
     """
-    successes = defaultdict(list)  # group id -> of its episodes
-    for t in trajectories:
-        successes[t.group_id].append(t.info["success"])
-    successes, out = successes.values(), {}
-    for k in range(1, min(map(len, successes)) + 1):
-        solved = [1 - math.comb(len(s) - sum(s), k) / math.comb(len(s), k) for s in successes]
+    counts, out = [], {}  # (G, c) of each task
+    for group in by_group(trajectories):
+        counts.append((len(group), sum(t.info["success"] for t in group)))
+    for k in range(1, min(counts)[0] + 1):
+        solved = [1 - math.comb(G - c, k) / math.comb(G, k) for G, c in counts]
         out[f"pass@{k}"] = sum(solved) / len(solved)
     return out
 

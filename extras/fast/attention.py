@@ -88,10 +88,8 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
         attend = partial(stock_attention, module, attention_mask, scaling=scaling,
                          shared_prefix=shared_prefix, **kwargs)
     else:
-        from extras.fast import products  # most runs on a CPU are in float32
-        attend = partial(products.causal, scaling)
-        if shared_prefix:
-            attend = partial(products.packed, scaling, P, B)
+        from extras.fast.products import causal, packed  # most runs on a CPU are in float32
+        attend = partial(packed, scaling, P, B) if shared_prefix else partial(causal, scaling)
     # What layers free between tensors that they keep is a hole in glibc's heap: a fifth of
     # SmolLM2's peak. To look for holes takes 2 ms, and to fetch the pages again a quarter of the
     # tiny model's step: too long for every layer, or before the first, where none is kept yet.

@@ -28,7 +28,7 @@ def read_python(text, opener, start, tools):
     is_marked = opener[0] or text.rstrip().endswith(")]")
     if not is_marked or not PYTHON_LIST.match(text, start):
         return None
-    from extras.models import python_calls  # most models write JSON
+    import extras.models.python_calls as python_calls  # most models write JSON
     from extras.models.tagged import body_of_call
     closer, _ = body_of_call(text, start, opener, r"\s*\[", r"(?<=\])\s*")
     end = closer.start()
@@ -53,7 +53,7 @@ def read_tagged(text, opener, start, tools):
     """Read a name, then its arguments in tags."""
     if not opener[0]:
         return None
-    from extras.models import tagged
+    import extras.models.tagged as tagged
     return tagged.read(text, opener, start, tools)
 
 
