@@ -35,7 +35,7 @@ from typing import Literal, get_type_hints
 
 import yaml
 
-from core.config import UserError, mix, nearest, reading
+from core.config import mix, nearest, reading
 from envs.calls import fit
 from extras.rewards.asking import Server
 from extras.rewards.trl import turns_of
