@@ -101,31 +101,37 @@ def teach_tiny(config, run, plays=True) -> str:
     disable_progress_bar()
     run.begin()
     base = run.folder / "base"
-    run.ranks.first(lambda: base.exists() or _teach(config, base, plays))
+    run.ranks.first(lambda: base.exists() or school(config, base, plays=plays))
     return str(base)
 
 
-def _teach(config, base, plays):
-    """Write the taught tiny model to the folder `base`, which gets its name when it is whole."""
+def school(config, folder, start="tiny", noise=TINY_SFT["expert_noise"], plays=True):
+    """Teach a tiny model by an expert, and write it to a folder, which gets its name when whole.
+
+    Args:
+        start: the model as `load_model` takes it.
+        noise: the share of the expert's actions that are wrong.
+        plays: False if the run only evaluates on the tasks of its config.
+    """
     config = replace(config, env=config.env or "equations")
     need_expert(config.env)
-    print(f"tiny model: made in {base}; {TINY_SFT['max_steps']} SFT steps on noisy demonstrations "
-          "teach it the format")
+    print(f"tiny model: made in {folder}; {TINY_SFT['max_steps']} SFT steps on "
+          f"{'noisy' if noise else 'correct'} demonstrations teach it the format")
     tasks = config.tasks if plays else None
     # Without an evaluation the run holds no row out, and the schooling need not either.
     held_out = config.eval_dataset or (None if config.eval_tasks else tasks)
     limits = replace(Limits(**envs.recommended(config.env)), max_turns=TINY_SFT["max_turns"])
     # The bars are all that is shown.
     with redirect_stdout(io.StringIO()):
-        model, tokenizer = load_model("tiny", seed=config.seed)
-        episodes = play_expert(config, tokenizer, "train", TINY_SFT["max_samples"],
-                               TINY_SFT["expert_noise"], limits, files=(tasks, held_out))
+        model, tokenizer = load_model(start, seed=config.seed)
+        episodes = play_expert(config, tokenizer, "train", TINY_SFT["max_samples"], noise, limits,
+                               files=(tasks, held_out))
     imitate(model, [t for t in episodes if len(t.token_ids) <= limits.max_tokens], config.seed)
-    unfinished = base.with_name(".tmp-base")
+    unfinished = folder.with_name(f".tmp-{folder.name}")
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     share_weights(unfinished)
-    unfinished.rename(base)
+    unfinished.rename(folder)
 
 
 def imitate(model, episodes: list[Trajectory], seed: int):

@@ -42,6 +42,16 @@ class Bandit:
         return [{"number": 2 * i + (split == "test")} for i in range(n)]
 
 
+class Right(Bandit):
+    """The same, with an expert that knows the answer."""
+
+    def _expert(self):
+        return [] if self.done else [{"name": "identify_operation", "arguments": {"operation": "divide"}}]
+
+
+RIGHT = f"{__file__}:Right"
+
+
 def school(folder):
     """Teach the tiny model the format of a choice, and no answer."""
     sft.train(sft.Config(env=ENV, output_dir=str(folder), max_samples=240, max_steps=60, batch_size=8, eval_tasks=0))

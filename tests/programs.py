@@ -15,7 +15,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
-    "agent", "dpo", "grpo", "reward_weighted", "sft", "torch.distributed", "transformers.generation.utils", "transformers.models.auto.modeling_auto",
+    "agent", "distill", "dpo", "grpo", "reward_weighted", "sft", "torch.distributed", "transformers.generation.utils", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.models.qwen3.modeling_qwen3", "transformers.quantizers.auto"])
 # The process that imports them finds them here; so do the programs that are no files of the top folder.
 os.environ["PYTHONPATH"] = str(ROOT)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import agent_program
+import distill
 import dpo
 import grpo
 import reward_weighted
@@ -15,7 +16,7 @@ from core.config import UserError
 from extras.hints.command_line import parse
 from test_readme import ROOT, check_command, parses_only  # noqa: F401  (a fixture)
 
-PROGRAMS = {"grpo": grpo, "sft": sft, "dpo": dpo, "agent": agent_program, "reward_weighted": reward_weighted}
+PROGRAMS = {"grpo": grpo, "sft": sft, "dpo": dpo, "distill": distill, "agent": agent_program, "reward_weighted": reward_weighted}
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
 CELLS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| there")]
 ROWS = [cells for cells in CELLS if len(cells) == 2]  # the table of defaults has three columns
@@ -31,12 +32,13 @@ TYPED = [
     ("sft --assistant_only_loss", ["only assistant turns"]), ("sft --max_length 2048", None), ("sft --max_seq_length 2048", ["--max_tokens?"]), ("sft --loss_type dft", ["cross-entropy"]),
     ("dpo --dataset_name trl-lib/ultrafeedback_binarized --learning_rate 5.0e-7 --max_steps 1000 --no_remove_unused_columns", ["--dataset?", "unused columns"]),
     ("dpo --loss_type sigmoid --beta 0.1", None), ("dpo --loss_type bco_pair", None), ("dpo --rpo_alpha 1.0", None), ("dpo --precompute_ref_log_probs", ["started from"]),
-    ("grpo --report_to wandb", None), ("agent --report_to wandb", ["four training programs"]), ("grpo --use_vllm True", ["--sampler?"]), ("grpo --use_vllm --vllm_mode colocate", ["--sampler?"]),
+    ("grpo --report_to wandb", None), ("agent --report_to wandb", ["five training programs"]), ("grpo --use_vllm True", ["--sampler?"]), ("grpo --use_vllm --vllm_mode colocate", ["--sampler?"]),
     ("grpo --bf16", ["--dtype bfloat16"]), ("grpo --bf16 True", ["--dtype bfloat16"]), ("grpo --per_device_train_batch_size 8 --num_generations 8", ["--tasks_per_step x --group_size", "memory alone"]), ("grpo --loss_type bnpo", ["--loss bnpo: dapo is bnpo"]), ("grpo --lr 1e-5", ["--learning_rate?"]),
     ("grpo --reward_funcs accuracy_reward", ["--rewards?"]), ("grpo --reward_funcs accuracy_reward think_format_reward", ["a,b", "--rewards?"]), ("grpo --lora_target_modules q_proj v_proj", ["a,b"]),
     ("grpo --loss_type dapo", None), ("grpo --loss_type dr_grpo --scale_rewards none", None), ("grpo --epsilon 0.2 --epsilon_high 0.28 --beta 0.04", ["--clip_eps_low?", "--clip_eps_high?", "--kl_coef?"]),
     ("grpo --max_prompt_length 512 --max_completion_length 1024", ["--max_tokens?"]), ("grpo --num_iterations 2", ["--updates_per_step?"]),
     ("grpo --steps_per_generation 4 --generation_batch_size 64", ["--tasks_per_step x --group_size"]), ("grpo --mask_truncated_completions True", ["stop_reason"]),
+    ("distill --teacher_model_name_or_path Qwen/Qwen2.5-7B-Instruct --lmbda 1.0 --seq_kd", ["--teacher?", "own episodes alone"]),
     ("grpo --top_entropy_quantile 0.2", ["not built"]), ("grpo --log_completions --logging_steps 1", ["every step is logged"]), ("grpo --importance_sampling_level sequence", ["--loss gspo"]),
     ("grpo --vllm_importance_sampling_cap 2", ["--importance_correction?"]), ("grpo --temperature 0.7 --top_p 0.95", ["agent.py has --top_p"]), ("grpo --activation_offloading", ["--memory small"]),
     # verifiers and prime-rl

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import core.config
+import distill
 import dpo
 import grpo
 import reward_weighted
@@ -88,7 +89,7 @@ def test_refuses(line, message):
     assert refusal(*line.split(" ")) == message
 
 
-@pytest.mark.parametrize("module", [grpo, sft, reward_weighted, dpo, agent_program])
+@pytest.mark.parametrize("module", [grpo, sft, reward_weighted, dpo, distill, agent_program])
 def test_a_choice_is_what_was_chosen(module):
     """Also where it is called none: --scale_rewards none was read as if nothing had been said, and so was agent.py --env none."""
     chosen = [(name, choice) for name, option in options(module.Config).items() for choice in option.choices]
@@ -233,8 +234,8 @@ def test_fill_takes_the_user_then_the_tables_then_the_stated_default():
 
 def test_a_real_model_gets_forward_passes_of_eight_sequences(tmp_path):
     """Memory is what it lacks, and the update stays as large as the tiny model's, except for grpo, whose step decides."""
-    for module, pair, update in ((sft, 1, 32), (reward_weighted, 1, 32), (dpo, 2, 8), (grpo, 1, None)):
-        real, tiny = (module.settle(module.Config(model_path=path)) for path in (str(tmp_path), "tiny"))
+    for module, pair, update in ((sft, 1, 32), (reward_weighted, 1, 32), (dpo, 2, 8), (grpo, 1, None), (distill, 1, None)):
+        real, tiny = (module.settle(module.Config(model_path=path, **{"teacher": "t"} if module is distill else {})) for path in (str(tmp_path), "tiny"))
         assert pair * real.batch_size == 8 < pair * tiny.batch_size
         for config in (real, tiny):
             assert update is None or config.batch_size * config.gradient_accumulation_steps == update
@@ -251,7 +252,7 @@ def test_help_lists_flags_by_parent_with_the_defaults_that_are_in_force(capsys):
     assert "--group_size N episodes of each task; same as --samples_per_prompt, --num_samples, --num_generations; default: 8" in out
 
 
-@pytest.mark.parametrize("module", [sft, grpo, dpo, reward_weighted])
+@pytest.mark.parametrize("module", [sft, grpo, dpo, distill, reward_weighted])
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens"])
 def test_help_says_that_the_environments_lengths_come_first(module, name):
     assert getattr(module.settle(module.Config(env="code")), name) != options(module.Config)[name].default
@@ -279,7 +280,7 @@ def test_what_is_not_here_is_not_called_by_another_name(name):
     assert "did you mean" not in str(caught.value) and ("--help lists them" in str(caught.value)) == (name == "anything_else")
 
 
-@pytest.mark.parametrize("module", [sft, grpo, dpo, reward_weighted, agent_program])
+@pytest.mark.parametrize("module", [sft, grpo, dpo, distill, reward_weighted, agent_program])
 @pytest.mark.parametrize("name, words", [
     ("wandb", "--report_to tensorboard,wandb,trackio"), ("logging_steps", "every step"), ("lr_scheduler_type", "tenth of the steps"), ("warmup_ratio", "tenth of the steps"),
     ("device", "CUDA_VISIBLE_DEVICES"), ("deepspeed", "torchrun"), ("push_to_hub", "lora.py push"), ("packing", "similar length"),
@@ -291,7 +292,7 @@ def test_a_flag_of_what_is_not_here_is_answered_with_a_sentence(module, name, wo
 
 
 def test_the_agent_names_the_programs_that_report():
-    with pytest.raises(UserError, match="^unknown option --report_to; .*the four training programs have --report_to"):
+    with pytest.raises(UserError, match="^unknown option --report_to; .*the five training programs have --report_to"):
         parse(agent_program.Config, ["--report_to", "wandb"])
 
 
@@ -314,7 +315,7 @@ def test_all_unknown_flags_are_answered_at_once(tmp_path):
 
 
 def test_what_is_not_here_is_none_of_our_flags():
-    ours = set().union(*(options(module.Config) for module in (grpo, dpo, sft, reward_weighted)))
+    ours = set().union(*(options(module.Config) for module in (grpo, dpo, distill, sft, reward_weighted)))
     words = {word.partition("=")[0] for meant, synonyms in SYNONYMS.items() if meant != "extras/serve" for word in synonyms}
     # agent.py has no such flag, and answers it.
     assert NOT_HERE.keys() & (ours | words) == {"report_to"} and len(NOT_HERE) > 150
@@ -343,7 +344,7 @@ def test_a_file_without_a_class_is_answered_with_its_classes(tmp_path, monkeypat
 
 
 def test_every_synonym_stands_once_and_means_a_flag():
-    known = set().union(*(options(module.Config) for module in (grpo, dpo, sft, reward_weighted)), options(Toy))
+    known = set().union(*(options(module.Config) for module in (grpo, dpo, distill, sft, reward_weighted)), options(Toy))
     words = [word for synonyms in SYNONYMS.values() for word in synonyms]
     assert len(words) == len(set(words)) > 60
     assert {meant.split()[0] for meant in SYNONYMS if not meant.startswith("extras/")} <= known
@@ -386,7 +387,7 @@ def test_config_waits_for_no_large_library():
     assert not {"torch", "yaml", "numpy", "transformers", "safetensors"} & set(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("module", [sft, grpo, dpo, reward_weighted])
+@pytest.mark.parametrize("module", [sft, grpo, dpo, distill, reward_weighted])
 def test_a_config_file_names_no_code_unless_the_command_line_repeats_it(tmp_path, module):
     path = tmp_path / "config.yaml"
     for name in (f"{tmp_path}/theirs.py:Evil", "os.path:join", "equations,theirs.py:Evil"):

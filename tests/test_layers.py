@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = sorted(p.name for p in (ROOT / "extras").iterdir() if (p / "__init__.py").exists())
 BELOW = {"core": {"core"}, "lora": {"core", "lora"}, "envs": {"core", "envs"}}  # what a room may import; nothing below imports extras
-TOP = {"agent", "core", "dpo", "envs", "extras", "grpo", "layers", "llm", "lora", "merge", "reward_weighted", "sft", "window"}
+TOP = {"agent", "core", "distill", "dpo", "envs", "extras", "grpo", "layers", "llm", "lora", "merge", "reward_weighted", "sft", "window"}
 
 
 def sources():
@@ -52,9 +52,9 @@ def test_no_arrow_climbs(name):
     if room in ("agent", "core", "envs", "lessons", "lora"):
         assert "extras" not in rooms
     if room == "extras":
-        assert not rooms & {"layers", "grpo", "sft", "dpo", "reward_weighted"}
-    if room in ("dpo", "grpo", "reward_weighted", "sft"):
-        assert not rooms & {"dpo", "grpo", "reward_weighted", "sft"}
+        assert not rooms & {"layers", "grpo", "sft", "distill", "dpo", "reward_weighted"}
+    if room in ("distill", "dpo", "grpo", "reward_weighted", "sft"):
+        assert not rooms & {"distill", "dpo", "grpo", "reward_weighted", "sft"}
         # At the top of the file stand core and its neighbours; a layer is asked for where its flag is.
         top = ast.Module([node for node in TREES[name].body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
         assert not any(target.startswith("extras") for target in imports(top))
@@ -83,7 +83,7 @@ import json, os, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
 base, place = sys.argv[1:]
-import dpo, grpo, merge, reward_weighted, sft, talk
+import distill, dpo, grpo, merge, reward_weighted, sft, talk
 common = dict(model_path=base, eval_tasks=2, env="equations", max_turns=2)
 play = dict(max_samples=8, tasks_per_step=2, group_size=2)
 def run(name, act):
@@ -93,6 +93,7 @@ run("resume", lambda: grpo.train(grpo.Config(**common, **play, max_steps=2, outp
 run("sft", lambda: sft.train(sft.Config(**common, max_samples=8, max_steps=1, output_dir=f"{place}/sft"))["steps"])
 run("reward_weighted", lambda: reward_weighted.train(reward_weighted.Config(
     **common, **play, max_steps=1, output_dir=f"{place}/rw"))["steps"])
+run("distill", lambda: distill.train(distill.Config(**common, **play, teacher=f"{place}/grpo", max_steps=1, output_dir=f"{place}/d"))["steps"])
 run("dpo", lambda: dpo.train(dpo.Config(**common, num_tasks=4, group_size=4, max_steps=1, min_gap=0.01, output_dir=f"{place}/dpo"))["steps"])
 run("dpo, recorded", lambda: dpo.train(dpo.Config(
     **common, trajectories=f"{place}/dpo/trajectories.jsonl", max_steps=1, min_gap=0.01, output_dir=f"{place}/dpo2"))["steps"])
@@ -102,7 +103,7 @@ def play_tasks():
 run("agent", play_tasks)
 run("merge", lambda: merge.merge(f"{place}/grpo", f"{place}/merged") or sorted(p.name for p in Path(f"{place}/merged").glob("*.safetensors")))
 """
-EXPECTED = {"grpo": 1, "resume": 2, "sft": 1, "reward_weighted": 1, "dpo": 1, "dpo, recorded": 1, "agent": 2, "merge": ["model.safetensors"]}
+EXPECTED = {"grpo": 1, "resume": 2, "sft": 1, "reward_weighted": 1, "distill": 1, "dpo": 1, "dpo, recorded": 1, "agent": 2, "merge": ["model.safetensors"]}
 
 
 def copy_without(folder, place):
@@ -202,7 +203,7 @@ def test_the_tests_of_core_pass_without_layers(tmp_path):
 
 @pytest.mark.parametrize("folder", ["extras", *(f"extras/{name}" for name in LAYERS)])
 def test_a_layer_can_be_deleted(folder, taught, python, tmp_path):
-    """The four programs, agent.py, --resume and lora.py merge run without it."""
+    """The five programs, agent.py, --resume and lora.py merge run without it."""
     copy_without(folder, tmp_path)
     ended = python("-c", PROGRAMS, taught, tmp_path / "runs", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr[-2000:]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "lessons"
 LESSONS = sorted(FOLDER.glob("[0-9]*.py"))
 SHARED = {"picture", "start"}
-ALGORITHMS = {"dpo", "grpo", "reward_weighted", "sft"}
+ALGORITHMS = {"distill", "dpo", "grpo", "reward_weighted", "sft"}
 # What makes a lesson small; a lesson has some of these names.
 SMALL_SHAPE = {"vocab_size": 1000, "hidden_size": 96, "intermediate_size": 256,
                "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}

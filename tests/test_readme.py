@@ -16,6 +16,7 @@ import pytest
 
 
 import agent_program
+import distill
 import dpo
 import grpo
 import merge
@@ -30,7 +31,7 @@ from extras.hints.refusals import NOT_HERE, SYNONYMS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PROGRAMS = {"grpo": grpo, "sft": sft, "agent": agent_program, "reward_weighted": reward_weighted, "dpo": dpo}
+PROGRAMS = {"grpo": grpo, "sft": sft, "agent": agent_program, "reward_weighted": reward_weighted, "dpo": dpo, "distill": distill}
 PAGES = [path for path in (ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
 SHELLS = ("", "bash", "sh", "shell", "console", "zsh", "powershell")
 # Programs of others. A word that is none of these, and none of ours, is a slip of the pen.

@@ -33,10 +33,10 @@ def main(config_class, train, doc):
 
 
 def check_grpo(config):
-    """Raise UserError for flags of grpo.py that clash. Other programs do not have them all."""
+    """Raise UserError for flags of grpo.py and distill.py that clash. Others do not have them."""
     if not hasattr(config, "updates_per_step"):
         return
-    if config.success_rate_lb > config.success_rate_ub:
+    if getattr(config, "success_rate_lb", 0) > getattr(config, "success_rate_ub", 1):
         raise UserError("--success_rate_lb is above --success_rate_ub: no group lies between")
     if getattr(config, "loss", "") == "vespo" and config.importance_correction:
         raise UserError("--importance_correction: vespo weights by policy / sampler; leave it out")

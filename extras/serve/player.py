@@ -12,8 +12,11 @@ import time
 from concurrent.futures import Future
 from functools import partial
 
+import torch
+
 from core.engine import Engine, Row
 from core.data import members
+from core.logprobs import token_logprobs
 from core.model import read_settings
 from extras.serve.calls import closing_of, whole_calls
 from lora import adapt, adapted_linears, merged
@@ -33,8 +36,11 @@ class Choice(Row):
         weights: the adapter that plays it, one of the values of `Player.adapters`.
         stop_ids: the ids that end it, instead of the engine's.
         closing: what ends a turn that was made to call a tool, or "". It ends as it has a call.
+        prompt_logprobs: of the prompt's tokens at temperature 1, if they are asked for, else None.
         done: a Future that is done with the turn. It may raise.
     """
+
+    prompt_logprobs = None
 
     def __init__(self, prompt, body, chat, weights, **options):
         super().__init__(prompt, group=tuple(prompt), **options)
@@ -134,12 +140,22 @@ class Player:
             while not self.inbox.empty() or not (self.engine.busy or self.coming):
                 self.inbox.get()()
             while self.coming and self.coming[0].weights is self.playing:
-                self.engine.add([self.coming.pop(0)])
+                row = self.coming.pop(0)
+                if getattr(row.body, "prompt_logprobs", None) is not None:
+                    row.prompt_logprobs = self.score(row.body.prompt)
+                self.engine.add([row])
             for row in self.engine.step():
                 self.engine.release(row)
                 row.done.set_result(row)
         self.playing = self.coming[0].weights
         self.coming.sort(key=lambda row: row.weights is not self.playing)
+
+    @torch.no_grad()
+    def score(self, ids):
+        """Return the log-probabilities of these tokens by the adapter that plays, first 0.0."""
+        token_ids = torch.tensor([ids], device=self.model.device)  # (1, T)
+        logprobs, _ = token_logprobs(self.model, token_ids, torch.ones_like(token_ids))
+        return logprobs[0].tolist()
 
     def load(self, name, folder):
         """Read an adapter in PEFT's format. Raises ValueError if it does not fit."""

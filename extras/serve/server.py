@@ -84,6 +84,7 @@ class Turn(Body):
 class Completion(Turn):
     prompt: Annotated[Ids, Field(min_length=1)]
     logprobs: Literal[0, 1] = 0
+    prompt_logprobs: Literal[0] | None = None  # of the prompt's tokens, as vLLM tells them
     return_token_ids: bool = False
 
 
@@ -190,7 +191,8 @@ class Server:
         text, reason = choice.read()
         return answer("text_completion", choice, {
             "text": text, "finish_reason": reason, "token_ids": choice.turn,
-            "prompt_token_ids": body.prompt, "logprobs": {"token_logprobs": choice.logprobs}})
+            "prompt_token_ids": body.prompt, "logprobs": {"token_logprobs": choice.logprobs},
+            **prompt_logprobs_of(choice)})
 
     async def chat_completions(self, body: ChatCompletion):
         tools = [tool.model_dump() for tool in body.tools if body.tool_choice != "none"]
@@ -347,6 +349,16 @@ def message_of(choice):
         message["tool_calls"].append({"index": i, "id": secrets.token_hex(5), "type": "function",
                                       "function": function})
     return message, reason
+
+
+def prompt_logprobs_of(choice):
+    """Return {"prompt_logprobs": [None, {id: its log-probability and text}, ...]} if asked for."""
+    if choice.prompt_logprobs is None:
+        return {}
+    entries = [None]
+    for token, logprob in zip(choice.body.prompt[1:], choice.prompt_logprobs[1:]):
+        entries.append({token: {"logprob": logprob, "decoded_token": choice.chat.text([token])}})
+    return {"prompt_logprobs": entries}
 
 
 def answer(kind, choice, shown, more=None):

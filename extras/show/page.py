@@ -31,7 +31,8 @@ PAGE_BYTES = 1_750_000  # of the data of all episodes on a page
 MAX_ROWS = 1000  # of a log, on a page
 # Choices of the page that stand in no LOSSES: the program and the function of each.
 FUNCTIONS = {"imitate": ("sft", "sft_loss"), "exp": ("reward_weighted", "exp_weights"),
-             "linear": ("reward_weighted", "linear_weights")}
+             "linear": ("reward_weighted", "linear_weights"),
+             "reverse_kl": ("distill", "distillation_loss")}
 
 
 class Result(dict):
@@ -191,7 +192,7 @@ def thinned(rows):
 def equations(programs=PROGRAMS):
     """Return where each loss of the programs in a folder is computed."""
     found = []
-    for program in ("grpo", "dpo", "sft", "reward_weighted"):
+    for program in ("grpo", "dpo", "sft", "reward_weighted", "distill"):
         path = programs / f"{program}.py"
         lines = path.read_text("utf-8").split("\n") if path.is_file() else []
         tree = ast.parse("\n".join(lines))

@@ -59,8 +59,8 @@ class Busy(Lost):
 ERRORS = {408: Lost, 429: Busy}  # what these statuses raise
 
 
-def ask(url: str, body=None) -> bytes:
-    """Return the answer to a POST of `body`, or to a GET without one.
+def ask(url: str, body=None, flag: str = "--sampler") -> bytes:
+    """Return the answer to a POST of `body`, or to a GET without one. `flag` opens the errors.
 
     Raises UserError for an answer that the same request would get again, and else Lost.
     """
@@ -74,24 +74,27 @@ def ask(url: str, body=None) -> bytes:
             connection.connect()
             connection.sock.settimeout(PATIENCE)
             connection.request("POST" if body else "GET", parts.path, data, headers)
-            response = await_response(connection, url) if body else connection.getresponse()
+            if body:
+                response = await_response(connection, url, flag)
+            else:
+                response = connection.getresponse()
             text = response.read()
     except (OSError, HTTPException) as error:
-        raise Lost(f"--sampler {url}: {type(error).__name__}: {first_line(error)}") from None
+        raise Lost(f"{flag} {url}: {type(error).__name__}: {first_line(error)}") from None
     if response.status == 200:
         return text
     reason = first_line(text.decode(errors="replace") or response.reason)
     other = Lost if response.status >= 500 else UserError
-    raise ERRORS.get(response.status, other)(f"--sampler {url}: {response.status}: {reason}")
+    raise ERRORS.get(response.status, other)(f"{flag} {url}: {response.status}: {reason}")
 
 
-def await_response(connection, url: str):
+def await_response(connection, url: str, flag: str):
     """Return the response. A silent server gets an hour, as long as its /health answers."""
     for _ in range(DEADLINE // PATIENCE):
         with suppress(TimeoutError):
             return connection.getresponse()
-        ask(url.partition("/v1/")[0] + "/health")
-    raise Lost(f"--sampler {url}: no answer in {DEADLINE} s")
+        ask(url.partition("/v1/")[0] + "/health", flag=flag)
+    raise Lost(f"{flag} {url}: no answer in {DEADLINE} s")
 
 
 def persist(tries: int, act, *arguments):

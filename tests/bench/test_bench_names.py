@@ -13,7 +13,7 @@ from core.config import options
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {path.stem: path.read_text() for path in sorted((ROOT / "bench").glob("*.py"))}
-CONFIGS = {name: set(options(import_module(name).Config)) for name in ("grpo", "sft", "dpo", "reward_weighted", "agent_program")}
+CONFIGS = {name: set(options(import_module(name).Config)) for name in ("grpo", "sft", "dpo", "distill", "reward_weighted", "agent_program")}
 FLAGS = set(re.findall(r'add_argument\("--(\w+)', "".join(SCRIPTS.values()))).union(*CONFIGS.values())
 TORCHRUN = {"node_rank", "nproc_per_node", "master_addr", "master_port", "rdzv_backend", "rdzv_conf"}
 

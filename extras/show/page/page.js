@@ -1,10 +1,9 @@
 // The page of one or several runs: reads the JSON in #data and fills page.html.
 "use strict";
 // ------------------------------------------------------------------------------------- equations
-// Mirrors of grpo.py, dpo.py and reward_weighted.py: tests/extras/show/test_page.py compares them.
-const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+// Mirrors of grpo.py, dpo.py, distill.py and reward_weighted.py: tests/extras/show/test_page.py compares them.
+const clamp = (x, low, high) => Math.min(Math.max(x, low), high), mean = values => sum(values) / values.length;
 const sum = values => values.reduce((total, x) => total + x, 0);
-const mean = values => sum(values) / values.length;
 const std = (values, m = mean(values)) => Math.sqrt(sum(values.map(x => (x - m) ** 2)) / (values.length - 1));
 const sigmoid = x => 1 / (1 + Math.exp(-x));
 const logSigmoid = x => Math.min(x, 0) - Math.log1p(Math.exp(-Math.abs(x)));
@@ -30,8 +29,7 @@ const SURROGATES = {
   },
 };
 // A normalizer: what a token of a sequence of n trained tokens counts in the step's loss.
-const sequenceMean = (n, counts) => 1 / (n * counts.sequences);
-const sequenceSum = (n, counts) => 1 / counts.sequences;
+const sequenceMean = (n, counts) => 1 / (n * counts.sequences), sequenceSum = (n, counts) => 1 / counts.sequences;
 const tokenMean = (n, counts) => 1 / counts.tokens;
 const constantMean = (n, counts) => 1 / (counts.sequences * counts.max_tokens);
 // A loss: surrogate, normalizer, what stands for a sequence's log-ratios, its paper's settings.
@@ -81,8 +79,7 @@ function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
 
 // A credit takes episodes {group, rewards: of the turns} and returns a list of turns for each.
 const returnsToGo = values => values.map((_, k) => sum(values.slice(k)));
-const totals = episodes => episodes.map(t => sum(t.rewards));
-const groups = episodes => episodes.map(t => t.group);
+const totals = episodes => episodes.map(t => sum(t.rewards)), groups = episodes => episodes.map(t => t.group);
 const logRatios = ({logp, ref, old}) => logp.map((x, i) => x - (ref || old)[i]);  // of dpo.py
 const splitLike = (values, episodes, start = 0) => episodes.map(t => values.slice(start, start += t.rewards.length));
 const peersByTurn = episodes => episodes.flatMap(t => t.rewards.map((_, k) => `${k} ${t.group}`));
@@ -115,6 +112,7 @@ const CREDITS = {
 function tokenWeights(episodes, o, counts) {
   const [family, name] = o.loss.split(":");
   if (family === "dpo") return pairWeights(episodes, name, o);
+  if (family === "distill") return distillWeights(episodes, counts);
   if (family in LOSSES) return surrogateWeights(episodes, o, counts);
   return likelihoodWeights(episodes, {imitate: () => 1, linear: above => clamp(above, 0, 20),
     exp: above => Math.min(Math.exp(above / o.beta), 20)}[name]);
@@ -135,6 +133,11 @@ function surrogateWeights(episodes, o, counts) {
     }));
   });
 }
+
+const distillWeights = (episodes, {tokens}) => episodes.map(({logp, old, ref}) => columns(logp.map((x, i) => {
+  const A = (ref || old)[i] - x, ratio = Math.exp(x - old[i]);  // ref is the teacher
+  return {advantage: A, ratio, loss: -ratio * A, weight: -ratio * A / tokens};
+})));
 
 function likelihoodWeights(episodes, weightOf) {  // sft.py, reward_weighted.py
   const above = groupAdvantages(returnsOfTurns(episodes), peersByTurn(episodes), "none");
@@ -174,8 +177,7 @@ const decoded = [new Map(), new Map()];  // of the first and the last update: ep
 const plots = [];
 let DATA, STEPS, palette;  // STEPS: for each run [[step, its groups]]
 
-const theRun = () => DATA.runs[state.run];
-const theGroups = () => STEPS[state.run][state.step]?.[1] || [];
+const theRun = () => DATA.runs[state.run], theGroups = () => STEPS[state.run][state.step]?.[1] || [];
 const theGroup = () => theGroups()[state.group];
 const theEpisode = () => theGroup().episodes[state.episode];
 const goTo = change => show({token: null, pinned: false, group: 0, episode: 0, ...change});
@@ -221,15 +223,13 @@ const COLOURS = {
 };
 
 // ----------------------------------------------------------------------------------------- tools
-const find = id => document.getElementById(id);
-const every = selector => document.querySelectorAll(selector);
+const find = id => document.getElementById(id), every = selector => document.querySelectorAll(selector);
 const css = name => getComputedStyle(document.body).getPropertyValue(name).trim();
 const short = (text, n) => text.length > n ? `${text.slice(0, n - 1)}…` : text;
-const signed = x => (x > 0 ? "+" : "") + number(x);
+const signed = x => (x > 0 ? "+" : "") + number(x), percent = share => `${100 * share}%`;
 const metricTitle = name => [name, ...(DATA.metrics?.[name] || [])].filter(Boolean).join(" · ");
 const floats = value => typeof value !== "string" ? value  // base64 of float32s, a list, or null
   : [...new Float32Array(Uint8Array.from(atob(value), c => c.charCodeAt(0)).buffer)];
-const percent = share => `${100 * share}%`;
 const largestOf = values => values.reduce((most, x) => Math.abs(x) > most ? Math.abs(x) : most, 0);
 
 function number(x) {
@@ -471,7 +471,7 @@ function drawEquation(episode, i) {
 
 // --------------------------------------------------------------------------------------- what if
 function settingsOf({algorithm, flags = {}}) {
-  const loss = {sft: "sft:imitate", reward_weighted: `reward_weighted:${flags.weighting}`,
+  const loss = {sft: "sft:imitate", reward_weighted: `reward_weighted:${flags.weighting}`, distill: "distill:reverse_kl",
     dpo: `dpo:${(flags.loss || "sigmoid").split(",")[0]}`}[algorithm] || flags.loss || "grpo";
   return {credit: "episode", clip_eps_low: 0.2, clip_eps_high: 0.2, kl_coef: 0, beta: 0.1, sft_coef: 1,
     kl_estimator: "k3_ratio", ...flags, scale_rewards: flags.scale_rewards || "group", loss, reward_added: 0};
@@ -489,7 +489,7 @@ function inputOf(episode, group, g, added) {  // of tokenWeights
 function computeWhatIf() {
   const o = {...settingsOf(theRun()), ...state.whatIf}, [family, name] = o.loss.split(":"), groups = theGroups();
   asked.clear();
-  if (!(family in LOSSES) && !(name in PAIR_LOSSES) && !/^(sft|reward_weighted)$/.test(family)) return;
+  if (!(family in LOSSES) && !(name in PAIR_LOSSES) && !/^(distill|sft|reward_weighted)$/.test(family)) return;
   const episodes = groups.flatMap(group => group.episodes);
   const inputs = groups.flatMap((group, g) => group.episodes.map(e => inputOf(e, group, g, o.reward_added)));
   const {episodes: played, sampled_tokens: each} = theRun().steps.find(row => row.step === groups[0].step) || {};

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import distill
 import dpo
 import grpo
 import reward_weighted
@@ -147,6 +148,22 @@ def test_the_mirrors_of_dpo_and_reward_weighted_equal_them_in_gradient():
         logprobs = x["logp"].requires_grad_()
         reward_weighted.reward_weighted_loss(logprobs, weights, weights.sum()).backward()
         same([row["weight"] for row in rows], logprobs.grad, places)
+
+
+@pytest.mark.skipif(not NODE, reason="node is not installed")
+def test_the_mirror_of_distill_equals_it():
+    """Its reference is the teacher, and its advantage that of the present student."""
+    for seed in range(3):
+        inputs = random_episodes(seed)
+        _, mask, x, places = tensors(inputs)
+        n = int(mask.sum())
+        rows, = mirrored([("tokenWeights", [inputs, settings(loss="distill:reverse_kl"), {"tokens": n}])])
+        logprobs = x["logp"].requires_grad_()
+        loss = distill.distillation_loss(logprobs, x["old"], x["ref"], n)
+        loss.backward()
+        same([row["weight"] for row in rows], logprobs.grad, places)
+        same([row["advantage"] for row in rows], distill.distillation_advantages(logprobs, x["ref"]), places)
+        assert sum(map(sum, (row["loss"] for row in rows))) / n == pytest.approx(loss.item(), rel=1e-6)
 
 
 @pytest.mark.skipif(not NODE, reason="node is not installed")
