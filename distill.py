@@ -88,9 +88,9 @@ def distillation_loss(logprobs, sampled_logprobs, teacher_logprobs, num_tokens):
 class Config(ModelFlags, LayerFlags, PlayFlags, TrainingFlags, RunFlags):
     heading = "distillation"
     output_dir: str = "runs/distill"
-    teacher: str | None = flag(None, "who judges: the folder of a model, an adapter or a run, a hub "
-                                     "id, or the address of a server (http://host:8000); default "
-                                     "of the tiny model: one that is schooled here")
+    teacher: str | None = flag(None, "who judges: the folder of a model, an adapter or a run, a "
+                                     "hub id, or the address of a server (http://host:8000); the "
+                                     "tiny model's default: one that is schooled here")
     tasks_per_step: int = flag(64, "tasks of a step", low=1)
     group_size: int = 1
     max_samples: int = flag(10_000, "training tasks", low=1)
@@ -143,9 +143,10 @@ def find_teacher(config, run, model, tokenizer):
     if path.startswith(("http://", "https://")):
         from extras.vllm.teacher import ServerTeacher
         return ServerTeacher(path, tokenizer, config)
-    if not config.teacher:  # the student has mostly seen wrong actions, the teacher right ones
+    if not config.teacher:  # of the student's demonstrations it is shown the right actions alone
+        run.begin()
         run.ranks.first(lambda: Path(path).exists() or school(
-            config, Path(path), start=facts(model).source, noise=0.0))
+            config, Path(path), start=facts(model).source, paid_only=True))
     path = newest(path)
     if is_adapter(path) and config.lora_r and is_base(base_of(path), model):
         adapter = read_adapter(model, path)
@@ -216,7 +217,6 @@ def train(config: Config) -> dict:
     if run.finished:
         return run.finished
     model, tokenizer = load_model(teach_tiny(config, run), **options_for(load_model, config))
-    run.begin()
     teacher = find_teacher(config, run, model, tokenizer)
     optimizer = adamw(model, lr=config.learning_rate, weight_decay=config.weight_decay)
     play = partial(rollout, model, tokenizer, config.env, **rollout_options(config, run))
@@ -229,7 +229,6 @@ def train(config: Config) -> dict:
             for group in optimizer.param_groups:  # from the rate that it was made with
                 group["lr"] = scheduled(group["initial_lr"], step, run.planned)
             run.log(learning_rate=optimizer.param_groups[0]["lr"])
-
             # 1. Rollout: the student plays.
             episodes = collect(play, tasks, config, step, run)
             if reason := unusable(episodes):
@@ -240,13 +239,11 @@ def train(config: Config) -> dict:
             batch = pass_order(episodes, config.batch_size)  # all B episodes of the step
             token_ids, mask, sampled_logprobs = collate(batch, model.device)  # (B, T) each
             num_tokens = mask.sum().item()
-
             # 2. Targets: the teacher's log-probabilities of the student's own tokens.
             teacher_logprobs = teacher.logprobs(token_ids, mask, config.temperature, run)  # (B, T)
             advantages = distillation_advantages(sampled_logprobs, teacher_logprobs)
             run.log(teacher_kl=-advantages.sum().item() / num_tokens)  # before the update
             run.record(batch, advantages=advantages, old=sampled_logprobs, ref=teacher_logprobs)
-
             # 3. Update, in micro-batches, through merged weights: they round as the sampler's did.
             model.train()
             for update in range(config.updates_per_step):  # the last one is logged
@@ -273,9 +270,7 @@ def train(config: Config) -> dict:
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["gap"])
             run.log(**totals, grad_norm=grad_norm)
             run.end_step(step)
-        after = test()
-        judge = teacher.success(tokenizer, config, held_out, run)
-        return run.finish(after, teacher_success=judge)
+        return run.finish(test(), teacher_success=teacher.success(tokenizer, config, held_out, run))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from itertools import chain, count, islice
 # Imported before torch: it sets how torch's threads wait.
 from core.config import UserError, mix, progress
 
+import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import Episode, Trajectory, ends_on_fault, playable, rollout_options
 from core.model import adamw, scheduled, share_weights
-from core.data import batches_of_like_length, collate, without_faults
+from core.data import batches_of_like_length, collate, per_token, without_faults
 from core.logprobs import token_logprobs
 from core.tiny import TINY_SFT
 from envs import Limits, load_environments
@@ -105,18 +106,18 @@ def teach_tiny(config, run, plays=True) -> str:
     return str(base)
 
 
-def school(config, folder, start="tiny", noise=TINY_SFT["expert_noise"], plays=True):
-    """Teach a tiny model by an expert, and write it to a folder, which gets its name when whole.
+def school(config, folder, start="tiny", plays=True, paid_only=False):
+    """Teach a tiny model by a noisy expert, and write it to a folder that gets its name when whole.
 
     Args:
         start: the model as `load_model` takes it.
-        noise: the share of the expert's actions that are wrong.
         plays: False if the run only evaluates on the tasks of its config.
+        paid_only: True if only turns that earned a reward are learned. The others are context.
     """
     config = replace(config, env=config.env or "equations")
     need_expert(config.env)
     print(f"tiny model: made in {folder}; {TINY_SFT['max_steps']} SFT steps on "
-          f"{'noisy' if noise else 'correct'} demonstrations teach it the format")
+          f"{'what is paid of ' * paid_only}noisy demonstrations teach it the format")
     tasks = config.tasks if plays else None
     # Without an evaluation the run holds no row out, and the schooling need not either.
     held_out = config.eval_dataset or (None if config.eval_tasks else tasks)
@@ -124,14 +125,24 @@ def school(config, folder, start="tiny", noise=TINY_SFT["expert_noise"], plays=T
     # The bars are all that is shown.
     with redirect_stdout(io.StringIO()):
         model, tokenizer = load_model(start, seed=config.seed)
-        episodes = play_expert(config, tokenizer, "train", TINY_SFT["max_samples"], noise, limits,
-                               files=(tasks, held_out))
-    imitate(model, [t for t in episodes if len(t.token_ids) <= limits.max_tokens], config.seed)
+        episodes = play_expert(config, tokenizer, "train", TINY_SFT["max_samples"],
+                               TINY_SFT["expert_noise"], limits, files=(tasks, held_out))
+    if paid_only:
+        for t in episodes:
+            mask_unpaid(t)
+    episodes = [t for t in episodes if len(t.token_ids) <= limits.max_tokens and 1 in t.loss_mask]
+    imitate(model, episodes, config.seed)
     unfinished = folder.with_name(f".tmp-{folder.name}")
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     share_weights(unfinished)
     unfinished.rename(folder)
+
+
+def mask_unpaid(t: Trajectory):
+    """Take the turns that earned nothing out of the episode's loss mask."""
+    paid = (torch.tensor(t.rewards) > 0).long()  # (turns,)
+    t.loss_mask = per_token([paid], torch.tensor([t.loss_mask]))[0].long().tolist()
 
 
 def imitate(model, episodes: list[Trajectory], seed: int):

@@ -1,7 +1,7 @@
 """Distillation, GRPO, and SFT on a teacher's episodes from the same start: success against tokens.
 
-    python bench/distill.py                        the tiny model, three seeds: 25 minutes on 2 cores
-    python bench/distill.py --model_path .real/smollm2 --seeds 0        SmolLM2-135M
+    python bench/distill.py                                          the tiny model, three seeds
+    python bench/distill.py --model_path .real/smollm2 --seeds 0     SmolLM2-135M
 
 All start from one model, which was taught on mostly wrong actions, and the teacher is the adapter
 of a run that continued from it: GRPO of twice the steps for the tiny model; for SmolLM2, whose GRPO
@@ -28,12 +28,13 @@ from bench.learning import RESULTS, write_json  # noqa: E402
 # Steps between exams, episodes of a step, and steps of distillation; SFT: episodes, epochs, rate.
 TINY = {"eval_every": 3, "eval_tasks": 200, "tasks_per_step": 64, "max_steps": 18}
 REAL = {"eval_every": 5, "eval_tasks": 60, "tasks_per_step": 32, "max_steps": 15}
+TEACHER = {"eval_tasks": 200}  # and as many steps as grpo.py takes
 GROUPS = {"tasks_per_step": 8, "group_size": 8}  # of GRPO: as many episodes
 IMITATED = (192, 576, 1152)
 IMITATION = {"num_epochs": 4, "batch_size": 16, "learning_rate": 4e-3}
 TEACHER_STEPS = 60
 REAL_GROUPS = {"tasks_per_step": 4, "group_size": 8}
-REAL_START, REAL_RATE = 60, 3e-4
+REAL_START, REAL_RATE, REAL_SAMPLES = 60, 3e-4, 600
 
 
 def points(folder, result) -> list[dict]:
@@ -73,7 +74,9 @@ class Parts:
             raise Later
         result = module.train(module.Config(
             output_dir=str(folder), seed=self.seed, resume=True, **self.options | given))
-        return result | {"points": points(folder, result)} if "max_samples" not in given else result
+        if module.__name__ == "sft":  # has learned from what others sampled
+            return result
+        return result | {"points": points(folder, result)}
 
     def folder(self, name) -> str:
         return str(self.out / name)
@@ -89,13 +92,17 @@ def played_by(teacher, n, path, seed):
     return [sum(t["loss_mask"]) for t in episodes]
 
 
-def tiny_seed(parts: Parts, taught: Parts) -> dict:
-    """Return the curves of one seed of the tiny model; `taught` holds the start and the teacher."""
+def tiny_seed(parts: Parts, taught: Parts, start) -> dict:
+    """Return the curves of one seed of the tiny model.
+
+    Args:
+        taught: holds the teacher, and the start, if `start` is None: its model is made here.
+    """
     import distill
     import grpo
     import sft
-    taught.run("teacher", grpo, eval_tasks=TINY["eval_tasks"])
-    start, teacher = taught.folder("teacher/base"), taught.folder("teacher")
+    taught.run("teacher", grpo, model_path=start or "tiny", **TEACHER)
+    start, teacher = start or taught.folder("teacher/base"), taught.folder("teacher")
     curves = {"distill": parts.run("distill", distill, model_path=start, teacher=teacher, **TINY),
               "grpo": parts.run("grpo", grpo, model_path=start, **TINY | GROUPS)}
     if time.monotonic() > parts.end:
@@ -123,7 +130,7 @@ def real_seed(parts: Parts, model) -> dict:
     import grpo
     import sft
     taught = {"max_turns": 6, "batch_size": 8, "gradient_accumulation_steps": 1, "eval_tasks": 0,
-              "learning_rate": REAL_RATE, "max_samples": 600}
+              "learning_rate": REAL_RATE, "max_samples": REAL_SAMPLES}
     parts.run("start", sft, model_path=model, lora_r=16, max_steps=REAL_START, expert_noise=0.7,
               **taught)
     start, teacher = parts.folder("start"), parts.folder("teacher")
@@ -173,6 +180,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default="tiny")
+    parser.add_argument("--start", help="the model to start from; default: one that is made here")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", default=str(ROOT / "runs" / "bench_distill"))
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no run after so many")
@@ -186,7 +194,8 @@ def main():
             out = Path(args.out) / f"{name}_{seed}"
             if is_tiny:
                 common = {"env": "equations", "save_every": 6}
-                curves = tiny_seed(Parts(out, seed, end, common), Parts(args.out, 0, end, common))
+                taught = Parts(args.out, 0, end, common)
+                curves = tiny_seed(Parts(out, seed, end, common), taught, args.start)
             else:
                 from bench.learning_rates import short_template
                 out.mkdir(parents=True, exist_ok=True)

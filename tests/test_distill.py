@@ -13,11 +13,11 @@ import distill
 import grpo
 import schooling
 import sft
-from agent import rollout
+from agent import Limits, rollout
 from core.config import UserError, parse
-from core.data import collate
+from core.data import collate, turn_index
 from core.logprobs import token_logprobs
-from core.model import save_model
+from core.tiny import make_tiny
 from envs.tasks import load_tasks
 from layers import load_model
 
@@ -231,7 +231,21 @@ def test_without_arguments_it_makes_the_student_and_its_teacher(tmp_path, monkey
     made = (tmp_path / "teacher" / "model.safetensors").stat().st_mtime_ns
     again = distill.train(distill.Config(**given | {"max_steps": 2}, resume=True))
     assert again["steps"] == 2 and (tmp_path / "teacher" / "model.safetensors").stat().st_mtime_ns == made
-    assert "teacher; 2 SFT steps on correct demonstrations teach it the format" in capfd.readouterr().out
+    assert "teacher; 2 SFT steps on what is paid of noisy demonstrations teach it the format" in capfd.readouterr().out
+
+
+def test_the_teacher_made_here_learns_the_turns_that_were_paid():
+    """Of an equation's demonstrations those are the right actions: a wrong one brings it no closer."""
+    tasks = [{"equation": "3x + 7 = 16", "noise": 0.6, "noise_seed": i} for i in range(8)]
+    learned = 0
+    for t in schooling.demonstrate(make_tiny()[1], "equations", tasks, Limits(max_turns=6)):
+        rewards, before = t.rewards, turn_index(torch.tensor([t.loss_mask]))[0]
+        schooling.mask_unpaid(t)
+        kept = {int(turn) for turn, one in zip(before, t.loss_mask) if one}
+        assert kept == {turn for turn, reward in enumerate(rewards) if reward > 0}
+        assert all(sum(t.loss_mask[i] for i in range(len(before)) if before[i] == turn) == int((before == turn).sum()) for turn in kept)
+        learned += len(kept) < len(rewards)
+    assert learned >= 4
 
 
 def test_a_teacher_that_no_flag_of_the_student_changes(place, played):

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+import distill
 import dpo
 import grpo
 import reward_weighted
@@ -19,7 +20,7 @@ from extras.show.notes import ALARMS, HELD_OUT
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-PROGRAMS = {"grpo": grpo, "dpo": dpo, "sft": sft, "reward_weighted": reward_weighted}
+PROGRAMS = {"grpo": grpo, "dpo": dpo, "sft": sft, "reward_weighted": reward_weighted, "distill": distill}
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in PROGRAMS}
 FLAGS = {"config"}.union(*(options(module.Config) for module in PROGRAMS.values()))
 OTHER_FLAGS = {"output", "rates"}  # of agent.py and bench/learning_rates.py, in commands
@@ -180,7 +181,7 @@ def test_every_choice_of_reward_weighted_has_a_row_and_every_paper_stands_on_the
 
 
 def test_papers_of_the_code_stand_on_the_page_of_the_algorithm():
-    for name in ("grpo", "dpo"):
+    for name in ("grpo", "dpo", "distill"):
         text = Path(PROGRAMS[name].__file__).read_text()
         assert papers(text) - papers(PAGES[name]) == set()
 
@@ -233,6 +234,19 @@ def test_the_exercise_of_dpo_is_a_loss_of_scores_without_a_reference():
 def test_the_exercise_of_reward_weighted_keeps_what_is_above_the_baseline():
     weights = exercise("reward_weighted")["sign_weights"](torch.tensor([0.5, 0.0, -1.0, 2.0]))
     assert weights.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_the_exercise_of_distill_has_the_gradient_of_the_forward_kl():
+    """Over the whole vocabulary, each token as often as the student draws it; no ratio is above 5 here."""
+    g = torch.Generator().manual_seed(0)
+    student, teacher = (0.3 * torch.randn(6, generator=g, dtype=torch.float64) for _ in range(2))
+    student.requires_grad_()
+    p, q = student.log_softmax(-1), teacher.log_softmax(-1)
+    assert (q - p).max().exp() < 5
+    advantages = exercise("distill")["distillation_advantages"](p, q)
+    ours, = torch.autograd.grad(-(p.exp().detach() * advantages * p).sum(), student, retain_graph=True)
+    forward, = torch.autograd.grad((q.exp() * (q - p)).sum(), student)
+    assert torch.allclose(ours, forward, rtol=1e-9, atol=1e-12)
 
 
 def test_the_exercise_of_sft_weighs_the_gradient_by_the_probability():
