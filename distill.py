@@ -270,7 +270,8 @@ def train(config: Config) -> dict:
                     run.log(first_ratio=totals["ratio"], sampler_gap=totals["gap"])
             run.log(**totals, grad_norm=grad_norm)
             run.end_step(step)
-        return run.finish(test(), teacher_success=teacher.success(tokenizer, config, held_out, run))
+        solved = teacher.success(tokenizer, config, held_out, run)
+        return run.finish(test(), teacher_success=solved)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is alike in the updates of all four algorithms: whose gradient it is, clipping, decay, dropout, the order of epochs, evaluation."""
+"""What is alike in the updates of all five algorithms: whose gradient it is, clipping, decay, dropout, the order of epochs, evaluation."""
 from itertools import chain
 
 import pytest
@@ -6,6 +6,7 @@ import torch
 from test_resume import config, place, rewarded  # noqa: F401  (place is a fixture)
 from torch.nn.utils import clip_grad_norm_
 
+import distill
 import dpo
 import grpo
 import reward_weighted
@@ -21,13 +22,14 @@ TWICE = {
     sft: dict(max_steps=2, max_samples=20, batch_size=20, gradient_accumulation_steps=1),
     reward_weighted: dict(max_steps=2, trajectories="episodes.jsonl", batch_size=18, gradient_accumulation_steps=1),
     dpo: dict(max_steps=2, trajectories="episodes.jsonl", batch_size=18, gradient_accumulation_steps=1),
+    distill: dict(max_steps=1, updates_per_step=2, tasks_per_step=2, batch_size=6, teacher="adapter"),
     grpo: dict(max_steps=1, updates_per_step=2, tasks_per_step=2, batch_size=6, kl_coef=0.1)}
 
 
 def train(module, place, folder, **options):  # noqa: F811
     options = {"lora_r": 2, "eval_tasks": 0, **TWICE[module], **options}
-    if "trajectories" in options:
-        options["trajectories"] = str(place / options["trajectories"])
+    for name in options.keys() & {"trajectories", "teacher"}:
+        options[name] = str(place / options[name])
     return module.train(config(module, place, folder, **options))
 
 
@@ -70,7 +72,7 @@ def test_dropout_acts_in_updates_alone_and_all_log_probabilities_are_at_the_samp
         return token_logprobs(model, ids, mask, temperature)
     for owner in (module, logprobs):
         monkeypatch.setattr(owner, "token_logprobs", watched)
-    options = {sft: {"batch_size": 10, "gradient_accumulation_steps": 2}, reward_weighted: {"batch_size": 9}, dpo: {"eval_share": 0.5}, grpo: {"importance_correction": 2.0}}[module]
+    options = {sft: {"batch_size": 10, "gradient_accumulation_steps": 2}, reward_weighted: {"batch_size": 9}, dpo: {"eval_share": 0.5}, distill: {}, grpo: {"importance_correction": 2.0}}[module]
     temperature = 1.0 if module is sft else 0.7
     if module is not sft:
         options["temperature"] = temperature

@@ -129,6 +129,10 @@ def ingredients(run) -> dict:
     if config.model_path != "tiny":
         place = at_start(config.model_path)
         paths |= _model_files(place if os.path.isdir(place) else config.model_path)
+    if teacher := getattr(config, "teacher", None):
+        place = at_start(teacher)
+        judges = _model_files(place if os.path.isdir(place) else teacher)
+        paths |= {f"teacher {label}": path for label, path in judges.items()}
     for name in DATA_FLAGS:
         paths |= {path: at_start(path) for path in paths_in(getattr(config, name, None) or "")}
     if hasattr(config, "env"):

@@ -18,6 +18,7 @@ from saving import newest_checkpoint, save
 
 import schooling
 import core.run
+import distill
 import dpo
 import envs
 import grpo
@@ -127,6 +128,8 @@ CASES = {
                               eval_every=2, updates_per_step=2)),
     "grpo, full": (grpo, dict(lora_r=0, kl_coef=0.1, max_steps=4, tasks_per_step=2, learning_rate=1e-4)),
     "grpo, from an adapter": (grpo, dict(model_path="adapter", kl_coef=0.1, max_steps=4, tasks_per_step=2)),
+    "distill, LoRA": (distill, dict(lora_r=2, lora_dropout=0.2, teacher="adapter", max_steps=4, tasks_per_step=3, batch_size=4, eval_every=2,
+                                    updates_per_step=2)),
     "dpo, plays": (dpo, dict(lora_r=2, lora_dropout=0.2, num_tasks=6, max_steps=4, batch_size=4, eval_every=3)),
     "dpo, full": (dpo, dict(lora_r=0, trajectories="episodes.jsonl", max_steps=4, batch_size=4, learning_rate=1e-4)),
     "reward_weighted, LoRA": (reward_weighted, dict(
@@ -288,14 +291,14 @@ def test_changed_data_are_refused(place, tmp_path, monkeypatch):
         sft.train(again)
 
 
-@pytest.mark.parametrize("module", [sft, reward_weighted, dpo, grpo])
+@pytest.mark.parametrize("module", [sft, reward_weighted, dpo, grpo, distill])
 def test_a_smaller_batch_without_more_accumulation_is_another_update(module):
-    """In grpo the step decides; in the others a resumed run must not make other updates."""
+    """In grpo and distill the step decides; in the others a resumed run must not make other updates."""
     began = vars(module.settle(module.Config()))
     began = {**began, "batch_size": 16, "gradient_accumulation_steps": 4}
     smaller, same = {**began, "batch_size": 2}, {**began, "batch_size": 8, "gradient_accumulation_steps": 8}
     assert _sequences(began) == _sequences(same)
-    assert (_sequences(began) == _sequences(smaller)) == (module is grpo)
+    assert (_sequences(began) == _sequences(smaller)) == (module in (grpo, distill))
 
 
 def test_a_copy_of_a_run_is_continued_where_it_is(stopped, tmp_path, monkeypatch, capsys):

@@ -30,7 +30,7 @@ DRIVER = '''
 import os
 import sys
 from pathlib import Path
-import dpo, grpo, reward_weighted, sft
+import distill, dpo, grpo, reward_weighted, sft
 from episodes import read_trajectories
 place, out = map(Path, sys.argv[1:])
 common = dict(model_path=str(place / "base"), env="equations", max_samples=200, max_steps=1, learning_rate=1e-3, max_grad_norm=1e9,
@@ -44,7 +44,8 @@ def episodes(*_, **__):
     for t in found:
         t.logprobs = [-7.0 * m for m in t.loss_mask]  # as such a model would have sampled them
     return found
-played, grpo.rollout = grpo.rollout, episodes
+played, grpo.rollout, distill.rollout = grpo.rollout, episodes, episodes
+distill.train(distill.Config(output_dir=str(out / "distill"), tasks_per_step=18, batch_size=4, teacher=str(place / "adapter"), **common))
 grpo.train(grpo.Config(output_dir=str(out / "grpo"), tasks_per_step=6, group_size=3, batch_size=4, kl_coef=0.1,
                        kl_estimator="k2", importance_correction=2.0, **{**common, "model_path": str(place / "adapter")}))
 grpo.rollout = played
@@ -82,7 +83,7 @@ def both(place, tmp_path_factory):  # noqa: F811
     pair = ranks_of_two(folder / "driver.py", place, folder / "two", cwd=folder)
     said, errors = zip(*(p.communicate() for p in pair))
     assert [p.returncode for p in pair] == [0, 0], errors
-    assert [text.count("written:") for text in said] == [5, 0], said  # rank 0 alone speaks
+    assert [text.count("written:") for text in said] == [6, 0], said  # rank 0 alone speaks
     argv, sys.argv = sys.argv, ["driver.py", str(place), str(folder / "one")]
     try:
         runpy.run_path(str(folder / "driver.py"))
@@ -91,7 +92,7 @@ def both(place, tmp_path_factory):  # noqa: F811
     return folder / "one", folder / "two"
 
 
-@pytest.mark.parametrize("name", ["sft", "reward_weighted", "dpo", "grpo"])
+@pytest.mark.parametrize("name", ["sft", "reward_weighted", "dpo", "grpo", "distill"])
 def test_two_processes_have_the_gradient_of_one(both, name):
     """After one step AdamW's first moment is a tenth of the gradient; dropout's masks are the same, too. 1e-6 of the gradient."""
     a, b = (load_file(folder / name / "checkpoints" / "step_000001" / "optimizer.safetensors")

@@ -15,6 +15,7 @@ import pytest
 
 import core.config
 import schooling
+import distill
 import dpo
 import grpo
 import reward_weighted
@@ -311,7 +312,7 @@ def test_an_interrupted_schooling_begins_anew(short_schooling, tmp_path, monkeyp
 
 
 # --------------------------------------------------------------------------------------------------------------- advice
-@pytest.mark.parametrize("module", [grpo, reward_weighted, dpo, sft])
+@pytest.mark.parametrize("module", [grpo, reward_weighted, dpo, distill, sft])
 def test_advice_names_flags_that_the_program_has_and_experts_that_exist(module):
     flags = options(module.Config)
     early = {"success": 0.5, "entropy": 0.07, "sampled_tokens": 36.0, "actions": 3.0}
@@ -330,6 +331,7 @@ def test_advice_names_flags_that_the_program_has_and_experts_that_exist(module):
     (sft.Config(lora_dropout=0.1, lora_alpha=8.0), "--lora_r 0 no update depends on --lora_alpha, --lora_dropout"), (sft.Config(lora_dropout=0.1, lora_r=8), ""),
     (reward_weighted.Config(weighting="linear", beta=0.3), "--weighting linear no update depends on --beta"), (reward_weighted.Config(beta=0.3), ""),
     (reward_weighted.Config(trajectories="t.jsonl", env="equations", rewards="length"), "--trajectories t.jsonl no update depends on --rewards"),
+    (distill.Config(teacher="t", rewards="length"), "--teacher t no update depends on --rewards"), (distill.Config(teacher="t"), ""),
     (dpo.Config(dataset="p.jsonl", min_gap=2.0), "--dataset p.jsonl no update depends on --min_gap"), (dpo.Config(min_gap=2.0), "")], ids=str)
 def test_a_flag_without_effect_beside_the_others_is_said_to_be_one(config, words):
     """An ablation over it found two equal runs, and nothing said why."""
