@@ -46,8 +46,10 @@ from core.logprobs import score, token_logprobs
 from lora import adapted_linears, merged_to_train, reference
 from schooling import school, teach_tiny
 
-# What the tiny model needs in place of the defaults.
-TINY = {"learning_rate": 4e-3, "batch_size": 16, "dtype": "float32"}
+# What the tiny model needs in place of the defaults: several updates of a step's episodes, and
+# single tokens that its teacher finds impossible are clipped.
+TINY = {"learning_rate": 4e-3, "updates_per_step": 4, "max_grad_norm": 0.05, "batch_size": 16,
+        "dtype": "float32"}
 DEFAULT_STEPS = 24
 
 
@@ -94,7 +96,7 @@ class Config(ModelFlags, LayerFlags, PlayFlags, TrainingFlags, RunFlags):
     tasks_per_step: int = flag(64, "tasks of a step", low=1)
     group_size: int = 1
     max_samples: int = flag(10_000, "training tasks", low=1)
-    updates_per_step: int = flag(1, "passes over a step's episodes, an update each", low=1)
+    updates_per_step: int | None = auto(1, "passes over a step's episodes, an update each", low=1)
     num_epochs: int | None = flag(None, f"passes over the tasks; default: {DEFAULT_STEPS} steps")
 
 

@@ -327,6 +327,37 @@ def seeds_of(data) -> str:
     return ", ".join(str(run["seed"]) for run in data["runs"])
 
 
+DISTILLED = {"distill": "`distill.py`", "grpo": "`grpo.py`",
+             "sft": "`sft.py` on the teacher's episodes"}
+
+
+def distilled(data) -> list[str]:
+    """Return the table of a JSON of bench/distill.py: success, and tokens to most of the way."""
+    rows = data["rows"]
+    names = [name for name in DISTILLED if name in rows[0]]
+    lines = [["seed", "start", "teacher", *(DISTILLED[name] for name in names)]]
+    for row in rows:
+        cells = []
+        for name in names:
+            tokens = row[name]["tokens_to_80"]
+            way = f"{tokens / 1000:.0f} k" if tokens else "not reached"
+            cells.append(f"{row[name]['success']:.2f} ({way})")
+        lines.append([row["seed"], f"{row['start']:.2f}", f"{row['teacher']:.2f}", *cells])
+    return table(*lines)
+
+
+@block("distill.json")
+def distill(data):
+    """Distillation of the tiny model."""
+    return distilled(data)
+
+
+@block("distill_smollm2.json")
+def distill_smollm2(data):
+    """Distillation of SmolLM2-135M."""
+    return distilled(data)
+
+
 @block("lesson_01.json")
 def lesson_01(data):
     """What a baseline does to the gradient's variance and to learning, seed by seed."""

@@ -54,6 +54,7 @@ PICTURES = {
     "bench/results/staleness.svg": ("staleness", "staleness.json", "summary"),
     "bench/results/four_lessons.svg": ("four_lessons", "four_lessons.json", "rows"),
     "bench/results/real_model_h200.svg": ("real_model", "real_model_h200.json", "seeds"),
+    "bench/results/distill.svg": ("distill", "distill.json", "rows"),
     "bench/results/scale.svg": ("scale", "scale.json", "curves"),
     "docs/memory.svg": ("memory", "memory.json", "mib"),
 }

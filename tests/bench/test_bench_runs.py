@@ -211,6 +211,24 @@ def test_layers(results):
 
 
 @pytest.mark.slow
+def test_distill(tiny, results, tmp_path):
+    """The tiny model's parts and a real model's, at toy size; a call without time leaves the rest to the next."""
+    toy = {"eval_every": 1, "eval_tasks": 2, "max_steps": 2}
+    constants = dict(TINY=toy | {"tasks_per_step": 4}, REAL=toy | {"tasks_per_step": 4}, TEACHER={"max_steps": 1, "eval_tasks": 2},
+                     GROUPS={"tasks_per_step": 2, "group_size": 2}, REAL_GROUPS={"tasks_per_step": 2, "group_size": 2}, IMITATED=(4,),
+                     IMITATION={"num_epochs": 1, "batch_size": 4, "learning_rate": 1e-3}, TEACHER_STEPS=1, REAL_START=1, REAL_SAMPLES=16)
+    words = ["--seeds", "0", "--out", tmp_path / "out"]
+    _, result = start("distill", *words, "--start", tiny, "--minutes", "0", results=results, **constants)
+    assert result == {"later": True, "seeds_done": 0} and not (results / "distill.json").exists()
+    start("distill", *words, "--start", tiny, results=results, **constants)
+    [row] = written(results, "distill")["rows"]
+    assert {len(row[name]["points"]) for name in ("distill", "grpo")} == {3} and len(row["sft"]["points"]) == 2
+    assert row["distill"]["tokens"] > 0 and "<svg" in (results / "distill.svg").read_text()
+    start("distill", *words, "--model_path", tiny, results=results, **constants)
+    assert {"distill", "grpo", "teacher"} <= written(results, "distill_smollm2")["rows"][0].keys()
+
+
+@pytest.mark.slow
 def test_learning_rates(tiny, results, tmp_path):
     start("learning_rates", "--model_path", tiny, "--rates", "1e-4", "--seeds", "0", "--steps", "1", "--out", tmp_path / "out", results=results,
           SFT_STEPS=1, SFT_SAMPLES=8, EVAL_TASKS=1)
