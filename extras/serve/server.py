@@ -357,7 +357,8 @@ def prompt_logprobs_of(choice):
         return {}
     entries = [None]
     for token, logprob in zip(choice.body.prompt[1:], choice.prompt_logprobs[1:]):
-        entries.append({token: {"logprob": logprob, "decoded_token": choice.chat.text([token])}})
+        text = choice.chat.tokenizer.decode([token])
+        entries.append({token: {"logprob": logprob, "decoded_token": text}})
     return {"prompt_logprobs": entries}
 
 

@@ -72,21 +72,24 @@ class ServerTeacher:
         """Return the log-probabilities of the ids, 0.0 for the first. Raises Lost for nonsense."""
         body = {"model": self.name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
         text = ask(f"{self.url}/v1/completions", body, flag="--teacher")
+        logprobs = texts = None
         with suppress(LookupError, TypeError, ValueError, RecursionError):
             answers = json.loads(text)["choices"][0]["prompt_logprobs"]
             tokens = [answer[str(token)] for token, answer in zip(ids[1:], answers[1:])]
+            texts = [token.get("decoded_token") for token in tokens]
             logprobs = [float(token["logprob"]) for token in tokens]
-            if len(answers) == len(ids) and all(-9999 < x < 1e-3 for x in logprobs):
-                self.check_texts(ids[1:], tokens)
-                return [0.0, *logprobs]
-        raise Lost(f"--teacher {self.url}: the answer has no prompt_logprobs of the tokens")
+            if len(answers) != len(ids) or not all(-9999 < x < 1e-3 for x in logprobs):
+                logprobs = None
+        if logprobs is None:
+            raise Lost(f"--teacher {self.url}: the answer has no prompt_logprobs of the tokens")
+        if not self.texts_checked:
+            self.check_texts(ids[1:], texts)
+        return [0.0, *logprobs]
 
-    def check_texts(self, ids: list, tokens: list):
-        """Raise UserError if the server's tokens, once, spell other texts than the student's."""
-        if self.texts_checked:
-            return
-        for token_id, token in zip(ids, tokens):
-            ours, theirs = self.tokenizer.decode([token_id]), token.get("decoded_token")
+    def check_texts(self, ids: list, texts: list):
+        """Raise UserError if the server's tokens spell other texts than the student's."""
+        for token_id, theirs in zip(ids, texts):
+            ours = self.tokenizer.decode([token_id])
             # A token may be a part of a character, and servers write that in several ways.
             if theirs is None or "\ufffd" in ours + theirs:
                 continue
