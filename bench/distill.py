@@ -84,9 +84,9 @@ class Parts:
 
 def played_by(teacher, n, path, seed):
     """Write n episodes of the teacher on training tasks. Return how many tokens it sampled."""
-    import agent
+    import talk
     if not path.exists():
-        agent.command(agent.Config(model_path=teacher, env="equations", num_tasks=n, group_size=1,
+        talk.command(talk.Config(model_path=teacher, env="equations", num_tasks=n, group_size=1,
                                    seed=seed, dtype="float32", output=str(path)))
     episodes = [json.loads(line) for line in path.read_text().splitlines()]
     return [sum(t["loss_mask"]) for t in episodes]
