@@ -77,7 +77,22 @@ def wide(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    """python(*words, cwd=folder) runs `python *words` there. Returns its returncode, stdout and stderr."""
+    import programs
+    bare = programs.Bare(tmp_path_factory.mktemp("streams"))
+    yield bare.run
+    bare.close()
+
+
+@pytest.fixture(scope="session")
 def schooled(tmp_path_factory):
-    """Folder of the tiny model that knows the format of the bandit, and chooses at random."""
+    """Folder of the tiny model that knows the format of the bandit, and chooses at random. Workers share it."""
     import bandit
-    return bandit.school(tmp_path_factory.mktemp("schooled"))
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent
+    from filelock import FileLock  # transformers needs it, too
+    with FileLock(place / "schooled.lock"):  # of two workers the second one waits for the first one's
+        folder = place / "schooled"
+        return bandit.school(folder) if not (folder / "result.json").exists() else str(folder)

@@ -1,10 +1,7 @@
 """lessons/: each stands alone on core, runs with and without extras/, and 02_grpo.py trains what grpo.py trains."""
 import ast
 import json
-import os
 import shutil
-import subprocess
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -243,16 +240,15 @@ start.make(Path(out, "start"))
 """
 
 
-def test_lesson_2_trains_the_adapter_of_grpo_bit_for_bit(schooled, tmp_path):
+def test_lesson_2_trains_the_adapter_of_grpo_bit_for_bit(schooled, python, tmp_path):
     """In a tree without extras/: five groups of four, so that an update has two micro-batches."""
     tree = tmp_path / "tree"
     tree.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tree)
     for name in ("core", "envs", "lessons", "llm"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", SAME, schooled, bandit.ENV, str(tmp_path)], cwd=tree, env=environment, capture_output=True, text=True)
+        shutil.copytree(ROOT / name, tree / name)
+    done = python("-c", SAME, schooled, bandit.ENV, tmp_path, cwd=tree)
     assert done.returncode == 0, done.stderr[-3000:]
     name = "adapter_model.safetensors"
     whole = tmp_path / "whole" / "checkpoints" / "step_000002" / name

@@ -3,7 +3,6 @@
 No network: data sets of the hub are folders in a data set's form, and such a one in the cache of `datasets`.
 """
 import json
-import os
 import re
 import shutil
 import sys
@@ -321,8 +320,7 @@ def test_data_in_the_folder_to_overwrite_is_found_behind_its_weight(here, place)
         run(grpo, place, ["--dataset", "b.jsonl=1,run/a.jsonl=1", "--overwrite"])
 
 
-def test_a_run_without_data_waits_for_no_library_that_reads_some(here):
+def test_a_run_without_data_waits_for_no_library_that_reads_some(python):
     code = "import sys, grpo; grpo.settle(grpo.Config()); print(sorted(m for m in sys.modules if m in ('pyarrow', 'datasets')))"
-    import subprocess
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(grpo.__file__).parent)})
+    done = python("-c", code)
     assert done.stdout == "[]\n", done.stderr

@@ -2,8 +2,6 @@
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -574,9 +572,9 @@ def test_flags_of_data_that_clash(options, says):
     assert str(caught.value) == says
 
 
-def test_what_reads_data_knows_no_environment():
+def test_what_reads_data_knows_no_environment(python):
     code = "import sys, sft, dpo, reward_weighted, grpo; print([name for name in sys.modules if name.startswith('envs.')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(sft.__file__).parent)
+    done = python("-c", code)
     # What judges answers, loads files and reads prompts is no environment with content.
     assert set(eval(done.stdout)) <= {"envs.answers", "envs.calls", "envs.files", "envs.prompts", "envs.session", "envs.task_files", "envs.tasks", "envs.transcripts"}, done.stderr
 

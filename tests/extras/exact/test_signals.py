@@ -5,8 +5,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -159,7 +157,7 @@ def test_a_signal_before_the_run_has_begun_names_no_command(place, tmp_path, mon
 def test_a_second_signal_leaves_at_once():
     code = ("import os, signal\nfrom extras.exact.process import Signals\nwith Signals() as s:\n    s.looping = s.run = type('R', (), {})\n"
             "    os.kill(os.getpid(), 2)\n    print('one', flush=True)\n    os.kill(os.getpid(), 2)\n    print('two')")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = programs.run("-c", code)
     assert (done.returncode, done.stdout) == (130, "one\n") and "a second signal stops at once" in done.stderr
 
 
@@ -471,7 +469,7 @@ def test_a_closed_terminal_ends_a_run_that_saves(place, tmp_path):  # noqa: F811
 def test_nohup_keeps_ignoring_sighup():
     code = ("import os, signal\nfrom extras.exact.process import Signals\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
             "with Signals():\n    os.kill(os.getpid(), signal.SIGHUP)\nprint('went on')")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = programs.run("-c", code)
     assert done.stdout == "went on\n"
 
 

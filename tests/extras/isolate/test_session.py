@@ -544,7 +544,8 @@ def test_a_plain_session_needs_no_thread_and_names_what_failed():
         session.env.get_reward = None
         with pytest.raises(envs.session.EpisodeFault, match="get_reward.. on task .* raised TypeError"):
             session.score()
-    assert threading.active_count() == before and Shop.threads == [{threading.get_ident()}]
+    # Threads of earlier tests may have ended meanwhile.
+    assert threading.active_count() <= before and Shop.threads == [{threading.get_ident()}]
 
 
 def test_ten_faults_in_a_row_end_a_run():

@@ -52,7 +52,7 @@ def test_a_reward_that_was_not_finite_hinders_no_report():
 
 def test_a_pipe_gets_a_line_a_step_and_no_bars(base, tmp_path):
     words = ["grpo.py", "--model_path", base, *SMALL, *STEPS, "--kl_coef", 0.1, "--eval_every", 1, "--output_dir", tmp_path / "r"]
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=programs.ROOT, capture_output=True, text=True)
+    done = programs.run(*words)
     assert (done.returncode, done.stderr) == (0, "") and "\r" not in done.stdout and "\x1b" not in done.stdout
     number = r"-?[\d.e-]+ *"
     lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]

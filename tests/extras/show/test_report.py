@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import programs
 import pytest
 import torch
 
@@ -379,7 +380,7 @@ def test_what_is_there_is_shown_and_a_folder_of_no_run_is_refused(tmp_path):
 
 
 def command(*words, cwd=ROOT):
-    return subprocess.run([sys.executable, "-m", "extras.show", *map(str, words)], capture_output=True, text=True, cwd=cwd)
+    return programs.run("-m", "extras.show", *words, cwd=cwd)
 
 
 @pytest.mark.parametrize("words, said", [

@@ -4,7 +4,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from programs import Program
-from test_distributed import torchrun
+from test_distributed import ranks_of_two
 from test_resume import config, place  # noqa: F401  (a fixture)
 
 import grpo
@@ -216,9 +215,9 @@ def test_what_is_logged_of_importance_weights():
     assert advantages.tolist() == [pytest.approx([6.0, 3.0, 0.0]), pytest.approx([1.5, 1.5, 0.0])]
 
 
-def test_a_run_that_decodes_here_imports_no_client():
+def test_a_run_that_decodes_here_imports_no_client(python):
     check = "import sys, grpo; sys.exit('extras.vllm.servers' in sys.modules or 'extras.vllm.ahead' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
+    assert python("-c", check).returncode == 0
 
 
 # ------------------------------------------------------------------------------------------------- the check
@@ -683,8 +682,9 @@ def test_a_turn_continues_all_that_its_row_has_seen_and_rows_wait_for_a_place(mo
 def test_each_rank_asks_for_its_share_and_one_of_them_loads(place, tmp_path, server, ahead):  # noqa: F811
     words = f"""--model_path {place}/base --output_dir {tmp_path}/r --sampler {server.url} --dtype float32 --max_samples 200 --tasks_per_step 3
         --group_size 2 --max_new_tokens 6 --max_tokens 200 --eval_tasks 1 --lora_r 2 --max_steps 3 --learning_rate 1e-3 --rollout_ahead {ahead}""".split()
-    done = torchrun(2, ROOT / "grpo.py", *words)
-    assert done.returncode == 0, done.stderr[-3000:]
+    pair = ranks_of_two(ROOT / "grpo.py", *words, cwd=tmp_path)
+    errors = [program.communicate()[1] for program in pair]
+    assert [program.returncode for program in pair] == [0, 0], errors
     log = lines(tmp_path / "r")
     assert [line.get("staleness") for line in log] == ([0, 1, 1] if ahead else [None] * 3)
     assert all(line["episodes"] == 6 and (ahead or line["sampler_gap"] < 1e-4) for line in log)
