@@ -32,7 +32,7 @@ from layers import LayerFlags, Run, load_model, main, pass_order
 from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
                          options_for, reading)
 from envs.tasks import PlayFlags, train_and_held_out
-from core.data import collate, draw_tasks, played_shares, unusable, without_faults
+from core.data import collate, draw_tasks, per_token, played_shares, unusable, without_faults
 
 import torch
 from safetensors.torch import load_file
@@ -139,6 +139,12 @@ class LocalTeacher:
         return played.get("success")
 
 
+def mask_unpaid(t):
+    """Take the turns that earned nothing out of the loss mask of an episode."""
+    paid = (torch.tensor(t.rewards) > 0).long()  # (turns,)
+    t.loss_mask = per_token([paid], torch.tensor([t.loss_mask]))[0].long().tolist()
+
+
 def find_teacher(config, run, model, tokenizer):
     """Return the teacher that --teacher names. An adapter of the student's base is loaded alone."""
     path = config.teacher or str(run.folder / "teacher")
@@ -148,7 +154,7 @@ def find_teacher(config, run, model, tokenizer):
     if not config.teacher:  # of the student's demonstrations it is shown the right actions alone
         run.begin()
         run.ranks.first(lambda: Path(path).exists() or school(
-            config, Path(path), start=facts(model).source, paid_only=True))
+            config, Path(path), start=facts(model).source, change=mask_unpaid))
     path = newest(path)
     if is_adapter(path) and config.lora_r and is_base(base_of(path), model):
         adapter = read_adapter(model, path)

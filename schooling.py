@@ -15,13 +15,12 @@ from itertools import chain, count, islice
 # Imported before torch: it sets how torch's threads wait.
 from core.config import UserError, mix, progress
 
-import torch
 from torch.nn.utils import clip_grad_norm_
 
 import envs
 from agent import Episode, Trajectory, ends_on_fault, playable, rollout_options
 from core.model import adamw, scheduled, share_weights
-from core.data import batches_of_like_length, collate, per_token, without_faults
+from core.data import batches_of_like_length, collate, without_faults
 from core.logprobs import token_logprobs
 from core.tiny import TINY_SFT
 from envs import Limits, load_environments
@@ -106,18 +105,18 @@ def teach_tiny(config, run, plays=True) -> str:
     return str(base)
 
 
-def school(config, folder, start="tiny", plays=True, paid_only=False):
+def school(config, folder, start="tiny", plays=True, change=None):
     """Teach a tiny model by a noisy expert, and write it to a folder that gets its name when whole.
 
     Args:
         start: the model as `load_model` takes it.
         plays: False if the run only evaluates on the tasks of its config.
-        paid_only: True if only turns that earned a reward are learned. The others are context.
+        change: a function that changes each demonstrated episode before it is learned.
     """
     config = replace(config, env=config.env or "equations")
     need_expert(config.env)
-    print(f"tiny model: made in {folder}; {TINY_SFT['max_steps']} SFT steps on "
-          f"{'what is paid of ' * paid_only}noisy demonstrations teach it the format")
+    print(f"tiny model: made in {folder}; {TINY_SFT['max_steps']} SFT steps on noisy "
+          "demonstrations teach it the format")
     tasks = config.tasks if plays else None
     # Without an evaluation the run holds no row out, and the schooling need not either.
     held_out = config.eval_dataset or (None if config.eval_tasks else tasks)
@@ -127,9 +126,9 @@ def school(config, folder, start="tiny", plays=True, paid_only=False):
         model, tokenizer = load_model(start, seed=config.seed)
         episodes = play_expert(config, tokenizer, "train", TINY_SFT["max_samples"],
                                TINY_SFT["expert_noise"], limits, files=(tasks, held_out))
-    if paid_only:
+    if change:
         for t in episodes:
-            mask_unpaid(t)
+            change(t)
     episodes = [t for t in episodes if len(t.token_ids) <= limits.max_tokens and 1 in t.loss_mask]
     imitate(model, episodes, config.seed)
     unfinished = folder.with_name(f".tmp-{folder.name}")
@@ -137,12 +136,6 @@ def school(config, folder, start="tiny", plays=True, paid_only=False):
     tokenizer.save_pretrained(unfinished)
     share_weights(unfinished)
     unfinished.rename(folder)
-
-
-def mask_unpaid(t: Trajectory):
-    """Take the turns that earned nothing out of the episode's loss mask."""
-    paid = (torch.tensor(t.rewards) > 0).long()  # (turns,)
-    t.loss_mask = per_token([paid], torch.tensor([t.loss_mask]))[0].long().tolist()
 
 
 def imitate(model, episodes: list[Trajectory], seed: int):

@@ -232,7 +232,7 @@ def test_without_arguments_it_makes_the_student_and_its_teacher(tmp_path, monkey
     made = (tmp_path / "teacher" / "model.safetensors").stat().st_mtime_ns
     again = distill.train(distill.Config(**given | {"max_steps": 2}, resume=True))
     assert again["steps"] == 2 and (tmp_path / "teacher" / "model.safetensors").stat().st_mtime_ns == made
-    assert "teacher; 2 SFT steps on what is paid of noisy demonstrations teach it the format" in capfd.readouterr().out
+    assert "teacher; 2 SFT steps on noisy demonstrations teach it the format" in capfd.readouterr().out
 
 
 def test_the_teacher_made_here_learns_the_turns_that_were_paid():
@@ -241,7 +241,7 @@ def test_the_teacher_made_here_learns_the_turns_that_were_paid():
     learned = 0
     for t in schooling.demonstrate(make_tiny()[1], "equations", tasks, Limits(max_turns=6)):
         rewards, before = t.rewards, turn_index(torch.tensor([t.loss_mask]))[0]
-        schooling.mask_unpaid(t)
+        distill.mask_unpaid(t)
         kept = {int(turn) for turn, one in zip(before, t.loss_mask) if one}
         assert kept == {turn for turn, reward in enumerate(rewards) if reward > 0}
         assert all(sum(t.loss_mask[i] for i in range(len(before)) if before[i] == turn) == int((before == turn).sum()) for turn in kept)

@@ -48,7 +48,8 @@ class Session:
     def __init__(self, place: str):
         self.place = place
         self.stopped = asyncio.Event()
-        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # what a command writes to stderr
+        # What a command writes to stderr.
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")
 
     async def open(self):
         """Connect. A client is left by the task that entered it, which therefore goes on."""
