@@ -210,6 +210,7 @@ class Episode:
         t = self.trajectory
         t.stop_reason = reason
         total, t.reward_parts, t.info["success"] = self.session.score()
+        t.info.update(self.session.notes)
         t.rewards[-1] += total - self.session.reward
         if not all(map(is_finite, (*t.rewards, *t.reward_parts.values()))):
             place = self.session.place("get_reward()")

@@ -2,7 +2,8 @@
 
 A step of `train` plays a group of episodes of each task, compares every episode with its group, and
 updates the policy with the clipped probability ratio times the advantage. The equations above it
-are pure functions. Left out: adaptive KL coefficients, value networks, bnpo, overlong filtering.
+are pure functions. extras/zoo has more of them: sapo, luspo, vespo, dppo, deepseek, GiGPO, GDPO,
+masks of sequences. Left out: adaptive KL coefficients, value networks, bnpo.
 
     python grpo.py                            the tiny model, from nothing: 3 minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
@@ -23,9 +24,11 @@ from functools import partial
 from typing import NamedTuple
 
 # Imported before torch: it sets how torch's threads wait.
-from layers import LayerFlags, Run, collect_groups, load_model, main, pass_order
-from core.config import ModelFlags, RunFlags, TrainingFlags, auto, fill, flag, options_for
-from envs.tasks import RolloutFlags, train_and_held_out
+from layers import (LayerFlags, RolloutFlags, Run, collect_groups, load_model, main, more_rows,
+                    pass_order, tokens_to_learn)
+from core.config import (ModelFlags, RunFlags, TrainingFlags, UserError, auto, fill, flag,
+                         options_for)
+from envs.tasks import train_and_held_out
 from core.data import collate, group_shares, members, per_token, unusable
 
 import torch
@@ -57,16 +60,20 @@ def group_advantages(rewards, group_ids, scale="group", leave_one_out=False):
         if r.any():
             # r_i - (mean of the others) = (r_i - mean) G / (G - 1).
             factor = len(group) / (len(group) - 1) if leave_one_out else 1.0
-            advantages[group] = factor * (r - r.mean()) / divisor(rewards, r, scale)
+            advantages[group] = factor * (r - r.mean()) / divisor(rewards, group, scale)
     return advantages
 
 
-def divisor(rewards, group_rewards, scale):
-    """Return what divides the advantages of a group: its std, that of all rewards, or 1.
+def divisor(rewards, group, scale):
+    """Return what divides the advantages of a group, given as indices of its rewards.
 
-    "group": arXiv 2402.03300. "batch": arXiv 2508.08221. "none": Dr. GRPO, arXiv 2503.20783.
+    "group": its std, arXiv 2402.03300. "batch": the std of all, arXiv 2508.08221. "none": 1, Dr.
+    GRPO, arXiv 2503.20783. "mean": its mean, MaxRL, arXiv 2602.02710, where no reward is negative.
     """
-    return {"group": group_rewards.std() + 1e-4, "batch": rewards.std() + 1e-4, "none": 1.0}[scale]
+    if scale == "mean" and rewards.min() < 0:
+        raise UserError(f"--scale_rewards mean: a reward is negative: {rewards.min():.3g}")
+    return {"group": (rewards[group] - rewards[group[0]]).std() + 1e-4, "none": 1.0,
+            "batch": rewards.std() + 1e-4, "mean": rewards[group].mean()}[scale]
 
 
 # A credit function takes B episodes (`agent.Trajectory`: rewards of its turns, group_id, messages,
@@ -104,7 +111,7 @@ def return_credit(episodes, scale="group"):
             continue
         for i in group:
             to_go = torch.tensor(episodes[i].rewards).flip(0).cumsum(0).flip(0)  # (turns,)
-            advantages[i] = (to_go - first - r.mean()) / divisor(returns, r, scale)
+            advantages[i] = (to_go - first - r.mean()) / divisor(returns, group, scale)
     return torch.cat(advantages)
 
 
@@ -150,6 +157,7 @@ class Counts(NamedTuple):
     tokens: int  # sum of the masks
     max_tokens: int  # the longest episode allowed, a constant
     trained: int = 0  # of these tokens, those in the update, if some episodes are left out
+    observed: int = 0  # tokens that tools wrote, with --echo_coef
 
 
 def masked(x, mask):
@@ -162,23 +170,22 @@ def truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap):
     return masked(trainer_logprobs - sampled_logprobs, mask).exp().clamp(max=cap).detach()
 
 
-def weighted(advantages, trainer_logprobs, sampled_logprobs, mask, cap):
-    """Return advantages x importance weights (B, T), and their mean and capped share to log."""
-    weights = truncated_importance_weights(trainer_logprobs, sampled_logprobs, mask, cap)
+CORRECTIONS = {"token_truncate": truncated_importance_weights}  # the choices of --importance_mode
+
+
+def weighted(advantages, trainer_logprobs, sampled_logprobs, mask, cap, mode="token_truncate"):
+    """Return advantages x importance weights (B, T), and what to log of the sampled tokens'."""
+    weights = CORRECTIONS[mode](trainer_logprobs, sampled_logprobs, mask, cap)
     sampled = weights[mask.bool()]  # (n,)
     return advantages * weights, {"importance_weight": sampled.mean().item(),
-                                  "importance_capped": (sampled >= cap).float().mean().item()}
+                                  "importance_capped": (sampled >= cap).float().mean().item(),
+                                  "importance_left_out": (sampled == 0).float().mean().item()}
 
 
 # A normalizer sums the tokens' losses (b, T) under the mask, and divides by a count of the step.
 def sequence_mean(x, mask, counts):
     """Mean over each sequence's tokens, then over sequences."""
     return (masked(x, mask).sum(1) / mask.sum(1).clamp(min=1)).sum() / counts.sequences
-
-
-def sequence_sum(x, mask, counts):
-    """Sum over each sequence's tokens, then mean over sequences."""
-    return masked(x, mask).sum() / counts.sequences
 
 
 def token_mean(x, mask, counts):
@@ -243,25 +250,6 @@ def cispo(log_ratio, logprobs, advantages, mask, *, clip_max=5.0, **_):
     return -ratio.clamp(max=clip_max) * advantages * logprobs, {"clip_high": ratio > clip_max}
 
 
-def sapo(log_ratio, logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, **_):
-    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau_pos where A > 0: arXiv 2511.20347 eq. 6."""
-    tau = torch.where(advantages > 0, tau_pos, tau_neg)
-    return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages, {}
-
-
-def vespo(log_ratio, logprobs, advantages, mask, *, k=(2.0, 3.0), lam=(3.0, 2.0), **_):
-    """-sg(phi(w)) A log p, phi(w) = w^k exp(lam (1 - w)), w the product of a sequence's ratios.
-
-    arXiv 2602.10693. k, lam: first where A >= 0, else second. In bfloat16 w is rounding noise.
-    """
-    log_w = log_ratio.sum(1, keepdim=True).detach()  # (B, 1)
-    power = torch.where(advantages >= 0, *k)  # (B, T)
-    decay = torch.where(advantages >= 0, *lam)  # (B, T)
-    # In logs: w may overflow where phi does not.
-    phi = torch.exp(power * log_w + decay * (1 - log_w.exp()))  # (B, T)
-    return -phi * advantages * logprobs, {"phi": phi}
-
-
 # The choices of --loss. To add one, put its surrogate and normalizer here, with any other argument
 # of the surrogate bound: partial(cispo, clip_max=4).
 LOSSES = {
@@ -269,21 +257,18 @@ LOSSES = {
     "dapo": (clipped, token_mean),  # arXiv 2503.14476 eq. 8
     "dr_grpo": (clipped, constant_mean),  # arXiv 2503.20783 section 3.2
     "cispo": (cispo, token_mean),  # arXiv 2506.13585 eq. 4
-    "sapo": (sapo, sequence_mean),  # arXiv 2511.20347 eq. 5
     "gspo": (sequence_clipped, sequence_mean),  # arXiv 2507.18071 eq. 5
-    "luspo": (sequence_clipped, sequence_sum),  # arXiv 2602.05261 eq. 7
-    "vespo": (vespo, token_mean),  # arXiv 2602.10693 eq. 20
 }
 # Each paper's clip range and scale, by --loss and --credit. Not set: GRPO's KL (--kl_coef 0.04
 # --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99).
-# The clip ranges of gspo and luspo are so narrow that 16-bit rounding leaves them: correct it.
+# The clip range of gspo is so narrow that 16-bit rounding leaves it: correct it.
 PAPER_SETTINGS = {
     "dapo": {"clip_eps_high": 0.28},
     "dr_grpo": {"scale_rewards": "none"},
     "gspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "importance_correction": 2.0},
-    "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3, "importance_correction": 2.0},
     "rloo": {"scale_rewards": "none"},
 }
+more_rows(LOSSES, CREDITS, CORRECTIONS, PAPER_SETTINGS, compare=group_advantages)  # extras/zoo
 # What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
 # make the policy drift; a KL penalty prevents that. Gradient norms are 0.02: 0.05 clips outliers.
 TINY = {"learning_rate": 4e-3, "kl_coef": 0.1, "updates_per_step": 2, "max_grad_norm": 0.05,
@@ -302,12 +287,12 @@ class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     group_size: int = flag(8, "episodes of each task", low=2)
     success_rate_lb: float = flag(0.0, "replace groups with a lower success rate", low=0, high=1)
     success_rate_ub: float = flag(1.0, "replace groups with a higher success rate", low=0, high=1)
-    loss: str = flag("grpo", "sets its paper's clip range (cispo, sapo, vespo: none) and scale",
-                     choices=LOSSES, aliases=("loss_type",))
-    credit: str = flag("episode", "how rewards become advantages; process: where they come at the "
-                       "end alone, each further turn costs, and return does not", choices=CREDITS)
-    scale_rewards: str | None = auto("group", "whose std divides the advantages",
-                                     choices=("group", "batch", "none"))
+    loss: str = flag("grpo", "sets its paper's clip range (cispo: none) and scale",
+                     choices=LOSSES, aliases=("loss_type",), more="; more: extras/zoo")
+    credit: str = flag("episode", "rewards to advantages; process: where they come at the end "
+                       "alone, each further turn costs", choices=CREDITS, more="; more: extras/zoo")
+    scale_rewards: str | None = auto("group", "whose std divides the advantages; mean: the group's "
+                                     "mean does", choices=("group", "batch", "none", "mean"))
     clip_eps_low: float | None = auto(0.2, "ratio from 1 - this", above=0, aliases=("clip_eps",))
     clip_eps_high: float | None = auto(None, "ratio up to 1 + this; default: clip_eps_low", above=0)
     kl_coef: float | None = auto(0.0, "weight of the KL to the policy this run started from", low=0)
@@ -316,6 +301,8 @@ class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
     importance_correction: float | None = auto(
         None, "cap C of truncated importance sampling: old log-probs are the trainer's, and "
         "advantages times min(trainer / sampler, C); 2: gspo, luspo, --sampler; 0: off", low=0)
+    importance_mode: str = flag("token_truncate", "cap or leave out, tokens or whole sequences",
+                                choices=CORRECTIONS, more="; more: extras/zoo")
     rollout_ahead: int = flag(0, "1: the next step's episodes are played, one version old, while "
                               "this step's update runs; needs --sampler", low=0, high=1)
     updates_per_step: int | None = auto(1, "passes over a step's episodes, an update each", low=1)
@@ -334,12 +321,13 @@ def settle(config):
 
 # ------------------------------------------------------------------------------------------- loop
 def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask,
-               sampled_logprobs=None):
+               sampled_logprobs=None, observed=None):
     """Compute a micro-batch's loss: surrogate + kl_coef x KL - entropy_coef x entropy.
 
-    The KL shares the normalizer, and the entropy is a mean over tokens for every loss. All tensors
-    are (b, T); without kl_coef ref_logprobs is None. Returns the loss, and metrics that add up to
-    means over the tokens in the update: approx_kl is KL(old || policy), gap |logprobs - sampled|.
+    The KL shares the normalizer, and the entropy is a mean over tokens for every loss. ECHO (arXiv
+    2605.24517) adds echo_coef x mean -log p of what tools wrote, the mask `observed`. Tensors are
+    (b, T); without kl_coef ref_logprobs is None. Returns the loss, and metrics that add up to means
+    over the tokens in the update: approx_kl is KL(old || policy), gap |logprobs - sampled|.
     """
     surrogate, normalizer = LOSSES[config.loss]
     log_ratio = masked(logprobs - old_logprobs, mask)
@@ -360,7 +348,19 @@ def total_loss(config, counts, logprobs, entropy, old_logprobs, ref_logprobs, ad
     trained = counts._replace(tokens=counts.trained or counts.tokens)
     metrics = {name: token_mean(x.detach().to(logprobs.dtype), mask, trained)
                for name, x in to_log.items()}
-    return loss, {**metrics, "loss": loss.detach()}
+    if counts.observed:
+        metrics["echo"] = token_mean(-logprobs, observed, counts._replace(tokens=counts.observed))
+        loss = loss + config.echo_coef * metrics["echo"]
+    return loss, {name: x.detach() for name, x in (metrics | {"loss": loss}).items()}
+
+
+def in_update(config, mask, observed, advantages):
+    """Return the rows that an update learns from, n of B, and the step's Counts."""
+    keep_all = config.kl_coef or config.entropy_coef  # without them A = 0 has no gradient
+    learned = (mask if keep_all else advantages.bool()) | observed  # (B, T)
+    taught = [i for i, row in enumerate(learned) if row.any()]
+    return taught, Counts(len(mask), max(int(mask.sum()), 1), config.max_tokens,
+                          int(mask[taught].sum()), int(observed.sum()))
 
 
 def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, advantages, config, run):
@@ -369,7 +369,8 @@ def score_policies(model, start_policy, token_ids, mask, sampled_logprobs, advan
     if cap := config.importance_correction:
         with merged_to_train(model):
             old_logprobs = score(model, token_ids, mask, config.temperature, run)
-        advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap)
+        advantages, shares = weighted(advantages, old_logprobs, sampled_logprobs, mask, cap,
+                                      config.importance_mode)
         run.log(**shares)
     if config.kl_coef:
         with reference(model, start_policy):
@@ -410,9 +411,8 @@ def train(config: Config) -> dict:
             advantages = token_advantages(batch, mask, config.credit, scale=config.scale_rewards)
             old_logprobs, ref_logprobs, advantages = score_policies(
                 model, start_policy, token_ids, mask, sampled_logprobs, advantages, config, run)
-            keep_all = config.kl_coef or config.entropy_coef  # without them A = 0 has no gradient
-            taught = [i for i, a in enumerate(advantages) if keep_all or a.any()]  # n <= B episodes
-            counts = Counts(len(batch), int(mask.sum()), config.max_tokens, int(mask[taught].sum()))
+            mask, observed, advantages = tokens_to_learn(config, batch, mask, advantages, run)
+            taught, counts = in_update(config, mask, observed, advantages)  # n of the B episodes
             run.record(batch, advantages=advantages, old=old_logprobs, ref=ref_logprobs)
             # 3. Update, in micro-batches, through merged weights: they round as the sampler's did.
             model.train()
@@ -421,12 +421,12 @@ def train(config: Config) -> dict:
                 with merged_to_train(model):
                     for span in run.micro_batches(len(taught), step, update):
                         rows = taught[span]  # b of the n episodes
-                        logprobs, entropy = token_logprobs(
-                            model, token_ids[rows], mask[rows], config.temperature)  # (b, T) each
+                        logprobs, entropy = token_logprobs(  # (b, T) each
+                            model, token_ids[rows], (mask | observed)[rows], config.temperature)
                         loss, numbers = total_loss(
                             config, counts, logprobs, entropy, old_logprobs[rows],
                             ref_logprobs[rows] if config.kl_coef else None,
-                            advantages[rows], mask[rows], sampled_logprobs[rows])
+                            advantages[rows], mask[rows], sampled_logprobs[rows], observed[rows])
                         logprobs.retain_grad()  # what multiplies each token's grad log pi
                         loss.backward()
                         run.record([batch[i] for i in rows], new=logprobs, entropy=entropy)

@@ -1,7 +1,6 @@
 """Configs are dataclasses of flags: `seed: int = flag(0, "seed of everything random", low=0)`.
 
-Defaults < `--config file.yaml` < command line; of a flag given twice the last one wins, so a script
-may end in $@.
+Defaults < `--config file.yaml` < command line. Of a flag given twice the last one wins.
 """
 import argparse
 import dataclasses
@@ -117,8 +116,8 @@ def reason(error, path) -> str:
 def flag(default, help="", /, **properties):
     """Declare a field of a Config. A class that declares it again states only what differs.
 
-    The properties are choices, aliases, optional (it may be None), and bounds of a number: low,
-    high, and above (exclusive).
+    The properties are choices, `more` (words about others), aliases, optional (it may be None), and
+    bounds of a number: low, high, and above (exclusive).
     """
     if help:
         properties["help"] = help
@@ -152,7 +151,7 @@ def options(config_class):
             kind, *none = typing.get_args(hints[name]) or [hints[name]]  # of type, or type | None
             largest = LARGEST.get(kind)
             option = {"kind": kind, "optional": bool(none), "group": getattr(c, "heading", ""),
-                      "help": "", "choices": (), "aliases": (), "above": None,
+                      "help": "", "choices": (), "more": "", "aliases": (), "above": None,
                       "low": largest and -largest, "high": largest}
             option |= vars(flags.get(name, SimpleNamespace()))
             option |= {"default": field.default, "auto": False, **field.metadata}
@@ -180,6 +179,10 @@ def policy_learning_rate(config):
 def imitation_learning_rate(config):
     """1e-4 with LoRA, 1e-5 where all weights train"""
     return 1e-4 if config.lora_r else 1e-5
+
+
+def more_rows(*tables, **functions):
+    """Add nothing to the tables of grpo.py: extras/zoo does."""
 
 
 @dataclass(kw_only=True)
@@ -269,7 +272,7 @@ def convert(value, option, source):
     if not str(value).strip() and value != option.default:
         raise UserError(f"{source}: is empty; give a value, or leave it out")
     if option.choices and value not in option.choices:
-        raise UserError(f"{source}: must be one of {', '.join(option.choices)}")
+        raise UserError(f"{source}: must be one of {', '.join(option.choices)}{option.more}")
     # Of NaN every comparison is false.
     if option.above is not None and not value > option.above:
         raise UserError(f"{source}: must be greater than {option.above}")

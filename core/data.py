@@ -128,7 +128,7 @@ def by_group(trajectories: list) -> list[list]:
     return list(groups.values())
 
 
-def collect_groups(play, tasks, config, step, run):
+def collect_groups(play, tasks, config, step, run, draw=draw_tasks):
     """Play the step's groups, and replace those outside the success-rate band by other tasks'.
 
     `play(tasks, group_size, step=, first_task=)` is `rollout` with the rest bound. Returns the kept
@@ -141,7 +141,7 @@ def collect_groups(play, tasks, config, step, run):
         missing = config.tasks_per_step + dropped - drawn
         if not missing:
             break
-        fresh = draw_tasks(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
+        fresh = draw(tasks, config.seed, step, config.tasks_per_step, drawn, missing)
         # first_task gives every candidate a group id and random numbers of its own.
         episodes = play(fresh, config.group_size, step=step, first_task=drawn)
         played += episodes
@@ -288,8 +288,7 @@ def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
 def pass_order(trajectories: list, batch_size: int) -> list:
     """Return the episodes in the order of forward passes: groups, whose prompt is forwarded once.
 
-    The longest come first, so that what does not fit in memory fails at once. extras/fast has
-    another order, which needs the batch size.
+    The longest come first: what does not fit fails at once. extras/fast needs the batch size.
     """
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
     return list(chain(*by_group(by_length)))
@@ -297,9 +296,8 @@ def pass_order(trajectories: list, batch_size: int) -> list:
 
 def prompt_of(trajectory) -> list[int]:
     """Return the tokens before the first sampled one."""
-    if 1 not in trajectory.loss_mask:
-        return trajectory.token_ids
-    return trajectory.token_ids[:trajectory.loss_mask.index(1)]
+    mask = trajectory.loss_mask
+    return trajectory.token_ids[:mask.index(1) if 1 in mask else None]
 
 
 def collate(trajectories: list, device="cpu"):
@@ -309,6 +307,11 @@ def collate(trajectories: list, device="cpu"):
         return pad_sequence(rows, batch_first=True).to(device)  # (B, T)
 
     return pad("token_ids"), pad("loss_mask"), pad("logprobs", torch.float32)
+
+
+def tokens_to_learn(config, episodes, mask, advantages, run):
+    """Return mask, a mask of what tools wrote, and advantages. extras/zoo has --filter and ECHO."""
+    return mask, torch.zeros_like(mask), advantages
 
 
 def turn_index(mask):

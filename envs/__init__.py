@@ -27,6 +27,7 @@ All else is optional and invisible to TRL:
     _expert()                   a scripted demonstrator: the calls of the next turn, as a list of
                                 {"name", "arguments"}, or text; [] at the end. May raise UserError
     _check()                    true success, apart from the shaped reward
+    _state()                    what the next turn is decided by, as text (--credit gigpo)
     _reward_parts               name -> float
     _files()                    of the class: the files that episodes read (extras/exact)
     _from_text(text)            static: the task row in what a person typed into a chat, or

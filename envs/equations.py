@@ -61,6 +61,10 @@ class Equations:
         self._rng = np.random.default_rng([noise_seed, zlib.crc32(equation.encode())])
         return f"Solve for x: {self._equation()}"
 
+    def _state(self) -> str:
+        """Return the equation as it stands, by which the next action is decided."""
+        return self._equation()
+
     # ------------------------------------------------------------------------------- the tools
     def add_terms(self, terms: str) -> str:
         """Add a term to both sides.

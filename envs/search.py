@@ -149,6 +149,10 @@ class Search:
                 self._mistaken[name] = other
         return question
 
+    def _state(self) -> str:
+        """Return the titles of the documents of which the tools have shown something."""
+        return "; ".join(sorted(self._read))
+
     # ------------------------------------------------------------------------------- the tools
     def search(self, query: str) -> str:
         """Search the documents. Returns the titles and the first words of those that fit best.

@@ -38,6 +38,7 @@ class Session:
 
     Attributes:
         env: the instance, which `start` makes unless an earlier one is to be used again.
+        notes: what belongs into the episode's info: "states" if the environment has _state().
         pays: False without get_reward(): `reward` then is the environment's own affair, as in TRL.
         reward: the running total as of the last call, as a plain float: what turns were paid.
         done: True once the environment has ended the episode.
@@ -53,6 +54,7 @@ class Session:
         self.task = {key.removeprefix(envs.COLUMN): value for key, value in task.items()
                      if key != "env"}
         self.env = None
+        self.notes = {}
         self.pays = hasattr(cls, "get_reward")
         self.reward = 0.0
         self.done = False
@@ -69,6 +71,7 @@ class Session:
         observation = text_or_none(awaited(self._get("reset()")(**task))) or ""
         system_prompt = text_or_none(self._get("system_prompt"))
         self._read_done()
+        self._note_state()
         self.member = "reset()"
         if self.done:
             raise ValueError("done is still True after it")
@@ -100,6 +103,7 @@ class Session:
         message = text_or_none(awaited(reply(text))) if reply else None
         gain = self._gain()
         self._read_done()
+        self._note_state()
         return message, gain
 
     @asks
@@ -152,6 +156,13 @@ class Session:
             self._enter(call["name"])
             self.answers.append((*call_tool(self.env, **call), self._gain()))
         self._read_done()
+        self._note_state()
+
+    def _note_state(self):
+        """Note what the environment calls the state in which the next turn is taken."""
+        # It may be an attribute of the same name, which is none of our business.
+        if callable(state := self._get("_state()")):
+            self.notes.setdefault("states", []).append(str(awaited(state())))
 
     def _read_done(self):
         self._enter("done")

@@ -11,6 +11,8 @@
     models/    families beyond keys and values, the probe at load      -> load_model, make_engine
     rewards/   --rewards                                               -> rewards_of
     vllm/      --sampler, --rollout_ahead                              -> sampler_of, collect_groups
+    zoo/       more rows of the tables of grpo.py, ECHO, filters       -> more_rows, RolloutFlags,
+                                                                          tokens_to_learn
     serve/     --serve, and a chat that shows turns as they come       -> terminal
     hints/     what was meant by an input that is refused, and where   -> main
     adapters/, data/, sandbox/                                         fill tables of core and envs
@@ -20,12 +22,13 @@ Any folder can be deleted: core's own then takes its place.
 from dataclasses import make_dataclass
 from functools import partial
 
-from core.config import LayerFlags, episode_bar, main, terminal
-from core.data import collect_groups, pass_order
+from core.config import LayerFlags, episode_bar, main, more_rows, terminal
+from core.data import collect_groups, pass_order, tokens_to_learn
 from core.engine import make_engine, sampler_of
 from core.run import Run
 from envs import rewards_of
 from envs.session import sessions
+from envs.tasks import RolloutFlags
 from extras.presence import has
 from lora import load_model
 
@@ -80,6 +83,10 @@ if has("rewards"):
     from extras.rewards import rewards_of  # noqa: F811
 if has("vllm"):
     from extras.vllm import collect_groups, sampler_of  # noqa: F811
+if has("zoo"):
+    from extras.zoo import (RolloutFlags, by_difficulty, more_rows,  # noqa: F811
+                            tokens_to_learn)
+    collect_groups = by_difficulty(collect_groups)
 if has("serve"):
     from extras.serve import terminal  # noqa: F811
 if has("hints"):
@@ -93,5 +100,6 @@ if has("data"):
 if has("sandbox"):
     import extras.sandbox  # noqa: F401
 
-__all__ = ["LayerFlags", "Run", "collect_groups", "episode_bar", "load_model", "main",
-           "make_engine", "pass_order", "rewards_of", "sampler_of", "sessions", "terminal"]
+__all__ = ["LayerFlags", "RolloutFlags", "Run", "collect_groups", "episode_bar", "load_model",
+           "main", "make_engine", "more_rows", "pass_order", "rewards_of", "sampler_of",
+           "sessions", "terminal", "tokens_to_learn"]

@@ -121,7 +121,7 @@ def load(config, run=None) -> "Rewards":
             raise UserError("--rewards math_verify: pip install math-verify")
         if target == "length":
             functions[name] = partial(length, limits=envs.limits_of(config))
-    return Rewards(functions, weights)
+    return Rewards(functions, weights, getattr(config, "credit", None) == "gdpo")
 
 
 def _function(target: str):
@@ -156,6 +156,7 @@ class Rewards:
 
     functions: dict  # by name
     weights: dict  # name -> a number or "veto"; without one it is 1
+    notes_weights: bool = False  # in the info of episodes, where --credit gdpo reads them
 
     @property
     def modules(self) -> list[str]:
@@ -212,6 +213,8 @@ class Rewards:
         t.rewards = [0.0] * len(t.rewards)
         vetoed = False
         earned = {}
+        if self.notes_weights:
+            t.info["reward_weights"] = {name: self.weights.get(name, 1.0) for name in values}
         for name, value in values.items():
             if value is None or name == "environment" and not session.pays:
                 continue

@@ -21,13 +21,16 @@ from grpo import (
     token_advantages,
     total_loss,
 )
+from core.config import UserError
 from core.data import turn_index
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 # Default arguments of the surrogates, and what the tests take in their place.
-HYPER = {**CLIP, "delta": None, "clip_max": 1.2, "tau_pos": 1.0, "tau_neg": 1.05, "k": (2.0, 3.0), "lam": (3.0, 2.0)}
-TAKES = {"cispo": ["clip_max"], "sapo": ["tau_pos", "tau_neg"], "vespo": ["k", "lam"]}
-NAMES = sorted(LOSSES)
+HYPER = {**CLIP, "delta": None, "clip_max": 1.2, "tau_pos": 1.0, "tau_neg": 1.05, "k": (2.0, 3.0), "lam": (3.0, 2.0), "cap": 2.5, "max_drift": 0.1}
+TAKES = {"cispo": ["clip_max"], "sapo": ["tau_pos", "tau_neg"], "vespo": ["k", "lam"], "dppo": ["cap"], "deepseek": ["max_drift"]}
+NAMES = sorted(LOSSES)  # without extras/zoo some fewer
+IN_TRL = [name for name in NAMES if name != "dppo"]  # TRL 1.16 has no such loss
+needs_zoo = pytest.mark.skipif("vespo" not in LOSSES, reason="extras/zoo is not here")
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +107,9 @@ BY_HAND = {
     "cispo": (-1.2 * (math.log(1.5) - 1) - 0.5 * (math.log(0.5) - 1) + 1.2 * 2 * (math.log(2) - 1)) / 3,
     # sigmoid(.5) + sigmoid(-.5) = 1, so the first is -4 / 2 = -2; second: 2 * 4 / 1.05 / (1 + e^-1.05)
     "sapo": (-2 + 8 / 1.05 / (1 + math.exp(-1.05))) / 2,
+    # p_old = 1/e = .368; p - p_old = .184, -.184 | .368: within .2 above (A > 0), and of A < 0 only a loss is bounded; so plain weights 1.5, .5, 2
+    "dppo": (-1.5 * (math.log(1.5) - 1) - 0.5 * (math.log(0.5) - 1) + 2 * 2 * (math.log(2) - 1)) / 3,
+    "deepseek": 1.575,  # as grpo: the second has A < 0 and drifted by -ln 2, towards more likely
     # s = sqrt(1.5 * .5) = .8660254, inside the clip; second s = 2: 4.  (-.8660254 + 4) / 2
     "gspo": 1.5669872981,
     "luspo": (2 * -math.sqrt(0.75) + 4) / 2,
@@ -169,7 +175,9 @@ def test_kl_gradients_on_policy():
 def slow_token(name, h, A, logp, old, s, w):
     """(loss, d loss / d log p) of one token, from the paper, on plain floats; s and w are the sequence's ratios."""
     r = math.exp(logp - old)
-    if name in ("grpo", "dapo", "dr_grpo", "gspo", "luspo"):
+    if name == "deepseek" and A < 0 and math.log(s) < -h["max_drift"]:
+        return 0.0, 0.0
+    if name in ("grpo", "dapo", "dr_grpo", "gspo", "luspo", "deepseek"):
         r = s if name in ("gspo", "luspo") else r
         capped = r if h["delta"] is None else min(r, h["delta"])
         clip = min(max(r, 1 - h["clip_eps_low"]), 1 + h["clip_eps_high"])
@@ -178,6 +186,11 @@ def slow_token(name, h, A, logp, old, s, w):
         return -clip * A, (-r * A if clip == r else 0.0)
     if name == "cispo":
         return -min(r, h["clip_max"]) * A * logp, -min(r, h["clip_max"]) * A
+    if name == "dppo":
+        gain = math.exp(logp) - math.exp(old)
+        stopped = gain > h["clip_eps_high"] if A > 0 else -gain > h["clip_eps_low"]
+        weight = 0.0 if stopped else min(r, h["cap"])
+        return -weight * A * logp, -weight * A
     if name == "sapo":  # d/dr of sigmoid(tau (r - 1)) 4 / tau = 4 p (1 - p)
         tau = h["tau_pos"] if A > 0 else h["tau_neg"]
         p = 1 / (1 + math.exp(-tau * (r - 1)))
@@ -199,6 +212,7 @@ def slow_loss(name, b, kl_coef, counts, h):
             "grpo": len(columns) * counts.sequences,
             "sapo": len(columns) * counts.sequences,
             "gspo": len(columns) * counts.sequences,
+            "deepseek": len(columns) * counts.sequences,
             "luspo": counts.sequences,
             "dr_grpo": counts.sequences * counts.max_tokens,
         }.get(name, counts.tokens)
@@ -223,7 +237,7 @@ def test_second_implementation(name, per_token):
         b = batch(seed, spread=spread, per_token=per_token)
         counts = counts_of(b["mask"], max_tokens=50)
         loss, grad, _ = ours(name, b, kl_coef, counts=counts, delta=delta)
-        slow, slow_grad = slow_loss(name, b, kl_coef, counts, HYPER | {"delta": delta})
+        slow, slow_grad = slow_loss(name, b, kl_coef, counts, HYPER | {"delta": delta if "delta" in TAKES.get(name, ["delta"]) else None})
         assert close(loss, slow, 1e-10) and close(grad, slow_grad, 1e-10), (seed, loss, slow)
 
 
@@ -237,7 +251,7 @@ def trl_trainer_stub(cls, name, max_tokens, kl_coef, entropy_coef, accumulation,
     trainer = cls.__new__(cls)
     cispo = name == "cispo"  # TRL's epsilon_high IS the cap there
     trainer.__dict__.update(
-        loss_type="grpo" if name == "gspo" else name,
+        loss_type="grpo" if name in ("gspo", "deepseek") else name,
         importance_sampling_level="sequence" if name in ("gspo", "luspo") else "token",
         epsilon_low=h["clip_eps_low"],
         epsilon_high=h["clip_max"] if cispo else h["clip_eps_high"],
@@ -265,7 +279,7 @@ def trl_trainer_stub(cls, name, max_tokens, kl_coef, entropy_coef, accumulation,
         max_completion_length=max_tokens,
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=h["max_drift"] if name == "deepseek" else None,
         use_vllm=False,
         vllm_importance_sampling_correction=False,
         use_adaptive_entropy=False,
@@ -287,8 +301,10 @@ def trl_loss(
         cut = [x[i, b["prompts"][i] : b["lengths"][i]] for i in rows]
         return torch.stack([torch.cat([c, c.new_full((width - len(c),), pad)]) for c in cut])
 
-    defaults = HYPER | {"bias_correction": False}
-    trainer = trl_trainer_stub(cls, name, max_tokens, kl_coef, entropy_coef, accumulation, defaults | hyper)
+    hyper = HYPER | {"bias_correction": False} | hyper
+    if name == "deepseek":
+        hyper["delta"] = None  # ours takes the clipped surrogate without its second cap
+    trainer = trl_trainer_stub(cls, name, max_tokens, kl_coef, entropy_coef, accumulation, hyper)
     leaf, entropies = completions(b["logprobs"], 0.0), completions(b["entropy"], 0.0)
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (leaf, entropies, None)
     inputs = {
@@ -322,7 +338,7 @@ SETTINGS = {  # kl_coef, entropy_coef, spread of the log-ratio, hyper
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_TRL)
 def test_trl_parity(trl_trainer, name, setting):
     """Value and gradient wrt every log-prob, multi-turn masks, random lengths: relative error < 1e-9."""
     kl_coef, entropy_coef, spread, hyper = SETTINGS[setting]
@@ -335,14 +351,14 @@ def test_trl_parity(trl_trainer, name, setting):
         assert (grad[b["mask"] == 0] == 0).all() and grad.abs().max() > 0
         if "clip_low" in metrics:
             clipped += float(metrics["clip_low"] + metrics["clip_high"])
-            if hyper.get("delta") is None and name not in ("gspo", "luspo"):
+            if hyper.get("delta") is None and name not in ("gspo", "luspo", "deepseek"):
                 for side in ("low", "high"):
                     assert float(metrics[f"clip_{side}"]) == pytest.approx(trl_metrics[f"clip_ratio/{side}_mean"][0])
     if name in ("grpo", "dapo", "dr_grpo", "gspo", "luspo") and setting in ("unclipped", "clipped"):
         assert (clipped > 0) == (setting == "clipped")  # both branches were really taken
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"gspo", "luspo"}))
+@pytest.mark.parametrize("name", sorted({*IN_TRL} - {"gspo", "luspo"}))
 def test_trl_parity_with_the_kl_that_trl_ships(trl_trainer, name):
     """use_bias_correction_kl=True, TRL's default: k3 times the ratio. (For gspo and luspo TRL broadcasts the sequence's
     ratio over the tokens, of which its documentation says that it is not unbiased; ours is the token's everywhere.)"""
@@ -369,7 +385,7 @@ def test_k3_times_ratio_is_unbiased_where_k3_explodes():
     assert k3[2] > 500 * kl_estimate(logp, ref, mask, "k3_ratio", old)[2] > 0
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
+@pytest.mark.parametrize("name", sorted({"grpo", "dapo", "dr_grpo", "cispo", "sapo"} & {*NAMES}))
 def test_trl_parity_turn_credit_and_importance_correction(trl_trainer, name):
     """TRL takes (B, T) advantages from subclasses; its vLLM correction multiplies the loss, ours the advantages."""
     for seed in range(4):
@@ -383,6 +399,7 @@ def test_trl_parity_turn_credit_and_importance_correction(trl_trainer, name):
         assert close(loss, trl, 1e-9) and close(grad, trl_grad, 1e-9)
 
 
+@needs_zoo
 def test_trl_parity_vespo_correction_is_inside_w(trl_trainer):
     """TRL multiplies w by trainer / sampler, which is w against the sampler: vespo's old are the sampler's."""
     b = batch(0, spread=0.1)
@@ -393,7 +410,7 @@ def test_trl_parity_vespo_correction_is_inside_w(trl_trainer):
     assert close(loss, trl, 1e-9) and close(grad, trl_grad, 1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_TRL)
 def test_trl_parity_gradient_accumulation(trl_trainer, name):
     """TRL's equal micro-batches add up to our step (its entropy bonus would not: a mean of micro-batch means)."""
     b = batch(7, rows=6, spread=0.5)
@@ -403,7 +420,7 @@ def test_trl_parity_gradient_accumulation(trl_trainer, name):
 
 
 def test_trl_parity_catches_a_mask_shifted_by_one(trl_trainer):
-    for name in NAMES:
+    for name in IN_TRL:
         b = batch(3, spread=0.5)
         shifted = b | {"mask": b["mask"].roll(1, 1)}
         trl, trl_grad, _ = trl_loss(trl_trainer, name, b)
@@ -469,6 +486,7 @@ def test_first_update_is_reinforce_with_a_group_baseline(name):
     per_row = {
         "dapo": b["mask"].sum(),
         "cispo": b["mask"].sum(),
+        "dppo": b["mask"].sum(),
         "vespo": b["mask"].sum(),
         "dr_grpo": 6 * 50,
         "luspo": 6,
@@ -478,6 +496,7 @@ def test_first_update_is_reinforce_with_a_group_baseline(name):
     assert float(metrics["ratio"]) == 1.0 and float(metrics["approx_kl"]) == 0.0
 
 
+@needs_zoo
 def test_float32_extremes_stay_finite():
     """Sampled log-ratios of +-200 in float32: vespo's w overflows, its phi and its gradient do not."""
     torch.set_default_dtype(torch.float32)
@@ -501,7 +520,9 @@ def test_names_and_hyper_parameters():
     exact = {"importance_correction": 2.0}  # rounding alone leaves such ranges
     clips = {**exact, "clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # arXiv 2507.18071 section 5.1
     longer = {**exact, "clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3}  # arXiv 2602.05261 section 5.1
-    assert PAPER_SETTINGS == {**settings, "gspo": clips, "luspo": longer, "rloo": {"scale_rewards": "none"}}  # the last is a --credit
+    here = {**settings, "gspo": clips, "rloo": {"scale_rewards": "none"}}  # the last is a --credit
+    zoo = {"luspo": longer, "gdpo": {"scale_rewards": "batch"}}
+    assert PAPER_SETTINGS == here | (zoo if "luspo" in LOSSES else {})
 
 
 # ------------------------------------------------------------------------------------------------------ advantages
@@ -555,9 +576,30 @@ def test_group_advantages_invariants():
         group_advantages(rewards, ids, "groups")
 
 
+def test_scale_by_the_mean_by_hand():
+    """MaxRL: two of eight right, mean 1/4: (1 - 1/4) / (1/4) = 3 and -1. None right, or all: 0. On rewards 0 and 1 it is the likelihood's gradient:
+    sum A log p / 8 = mean log p of the right ones - mean log p."""
+    rewards, ids = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0] + [0.0] * 3 + [1.0] * 3), [0] * 8 + [1] * 3 + [2] * 3
+    a = group_advantages(rewards, ids, "mean")
+    assert a.tolist() == [3, -1, -1, 3, -1, -1, -1, -1] + [0] * 6
+    logp = torch.randn(8)
+    assert float((a[:8] * logp).mean()) == pytest.approx(float(logp[[0, 3]].mean() - logp.mean()))
+    for group in range(3):  # a second implementation, on random rewards
+        r = [random.Random(group).random() for _ in range(5)]
+        mean = sum(r) / 5
+        assert group_advantages(torch.tensor(r), [0] * 5, "mean").tolist() == pytest.approx([(x - mean) / mean for x in r], rel=1e-12)
+    with pytest.raises(UserError, match="a reward is negative: -0.5"):
+        group_advantages(torch.tensor([1.0, -0.5]), [0, 0], "mean")
+
+
 def episodes_of(turn_rewards, group_ids):
     """What a credit function sees: episodes with these rewards."""
-    return [SimpleNamespace(rewards=rewards, group_id=group) for rewards, group in zip(turn_rewards, group_ids, strict=True)]
+    episodes = []
+    for rewards, group in zip(turn_rewards, group_ids, strict=True):
+        messages = [{"role": role, "content": "q"} for _ in rewards for role in ("user", "assistant")]
+        episodes.append(SimpleNamespace(rewards=rewards, group_id=group, messages=messages, reward_parts={"all": sum(rewards)},
+                                        info={"reward_weights": {"all": 1.0}}))
+    return episodes
 
 
 MASKS = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0]])
@@ -676,7 +718,9 @@ def test_credit_permutes_with_the_episodes_and_is_group_advantages_where_all_hav
     ones = torch.tensor([[0, 1, 1], [1, 1, 0], [0, 0, 1]])
     a = token_advantages(episodes_of([[1.0], [0.0], [4.0]], "ggg"), ones, credit)
     plain = group_advantages(torch.tensor([1.0, 0, 4]), "ggg", leave_one_out=credit == "rloo")
-    assert torch.allclose(a, plain[:, None] * ones)
+    # gigpo adds the same comparison, because all turns were taken in one state; gdpo divides by the std of the batch, too.
+    factor = {"gigpo": 2, "gdpo": 1 / (plain.std() + 1e-4)}.get(credit, 1)
+    assert torch.allclose(a, factor * plain[:, None] * ones)
 
 
 def test_turn_credit_under_a_sequence_ratio():
