@@ -37,7 +37,7 @@ TYPED = [
     ("grpo --reward_funcs accuracy_reward", ["--rewards?"]), ("grpo --reward_funcs accuracy_reward think_format_reward", ["a,b", "--rewards?"]), ("grpo --lora_target_modules q_proj v_proj", ["a,b"]),
     ("grpo --loss_type dapo", None), ("grpo --loss_type dr_grpo --scale_rewards none", None), ("grpo --epsilon 0.2 --epsilon_high 0.28 --beta 0.04", ["--clip_eps_low?", "--clip_eps_high?", "--kl_coef?"]),
     ("grpo --max_prompt_length 512 --max_completion_length 1024", ["--max_tokens?"]), ("grpo --num_iterations 2", ["--updates_per_step?"]),
-    ("grpo --steps_per_generation 4 --generation_batch_size 64", ["--tasks_per_step x --group_size"]), ("grpo --mask_truncated_completions True", ["stop_reason"]),
+    ("grpo --steps_per_generation 4 --generation_batch_size 64", ["--tasks_per_step x --group_size"]), ("grpo --mask_truncated_completions True", ["--filter truncated?"]),
     ("distill --teacher_model_name_or_path Qwen/Qwen2.5-7B-Instruct --lmbda 1.0 --seq_kd", ["--teacher?", "own episodes alone"]),
     ("grpo --top_entropy_quantile 0.2", ["not built"]), ("grpo --log_completions --logging_steps 1", ["every step is logged"]), ("grpo --importance_sampling_level sequence", ["--loss gspo"]),
     ("grpo --vllm_importance_sampling_cap 2", ["--importance_correction?"]), ("grpo --temperature 0.7 --top_p 0.95", ["agent.py has --top_p"]), ("grpo --activation_offloading", ["--memory small"]),

@@ -154,6 +154,11 @@ ASKED = [  # a layer, what asks for it, and the words of the one line that answe
     ("adapters", "grpo.py --env gymnasium:FrozenLake-v1", "extras/adapters"),
     ("sandbox", "grpo.py --env code", "extras/sandbox"),
     ("show", "grpo.py --record 0", "extras/show"),
+    ("zoo", "grpo.py --loss vespo", "--loss vespo: must be one of grpo, dapo, dr_grpo, cispo, gspo; more: extras/zoo"),
+    ("zoo", "grpo.py --credit gigpo", "more: extras/zoo"),
+    ("zoo", "grpo.py --importance_mode sequence_mask", "more: extras/zoo"),
+    ("zoo", "grpo.py --filter truncated", "--filter needs extras/zoo"),
+    ("zoo", "grpo.py --echo_coef 0.1", "--echo_coef needs extras/zoo"),
 ]
 
 

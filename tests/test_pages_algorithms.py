@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 PROGRAMS = {"grpo": grpo, "dpo": dpo, "sft": sft, "reward_weighted": reward_weighted, "distill": distill}
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in PROGRAMS}
+ZOO = (ROOT / "docs" / "grpo_zoo.md").read_text()  # its tables continue those of grpo.md
 FLAGS = {"config"}.union(*(options(module.Config) for module in PROGRAMS.values()))
 OTHER_FLAGS = {"output", "rates"}  # of agent.py and bench/learning_rates.py, in commands
 
@@ -134,9 +135,9 @@ def test_commands_of_a_page_are_understood(name):
 # ---------------------------------------------------------------------------------------- tables
 def test_every_loss_of_grpo_has_a_row_with_its_surrogate_normalizer_settings_and_paper():
     page = PAGES["grpo"]
-    table = {row[0].strip("`"): row for row in rows(page, "`--loss`")}
-    assert table.keys() == grpo.LOSSES.keys()
-    source = definitions("grpo.py")["LOSSES"] + "".join(definitions("grpo.py")[f.__name__] for f, _ in grpo.LOSSES.values())
+    table = {row[0].strip("`"): row for row in rows(page, "`--loss`") + rows(ZOO, "`--loss`")}
+    assert list(table) == list(grpo.LOSSES)
+    source = definitions("grpo.py")["LOSSES"] + definitions("extras/zoo/surrogates.py")["LOSSES"]
     for name, (surrogate, normalizer) in grpo.LOSSES.items():
         row = table[name]
         assert row[1:3] == [f"`{surrogate.__name__}`", f"`{normalizer.__name__}`"]
@@ -154,8 +155,10 @@ def test_every_loss_of_grpo_has_a_row_with_its_surrogate_normalizer_settings_and
 
 def test_every_choice_of_grpo_has_a_row():
     page, flags = PAGES["grpo"], options(grpo.Config)
-    assert set(column(page, "surrogate")) == {surrogate.__name__ for surrogate, _ in grpo.LOSSES.values()}
-    assert column(page, "`--credit`") == list(grpo.CREDITS)
+    assert set(column(page, "surrogate") + column(ZOO, "surrogate")) == {surrogate.__name__ for surrogate, _ in grpo.LOSSES.values()}
+    assert column(page, "`--credit`") + column(ZOO, "`--credit`") == list(grpo.CREDITS)
+    assert column(ZOO, "`--importance_mode`") == list(grpo.CORRECTIONS)
+    assert column(ZOO, "`--filter`") == list(flags["filter"].choices)
     for name in ("scale_rewards", "kl_estimator"):
         assert column(page, f"`--{name}`") == list(flags[name].choices)
     papers_of = {name: papers(" ".join(row)) for name, row in zip(column(page, "`--credit`"), rows(page, "`--credit`"))}

@@ -20,7 +20,8 @@ MASK = [0, 0, 1, 1, 0, 0, 1, 1, 1]
 def step_of(scale):
     """A step's episodes of two turns each, and its tensors, with ratios around 1."""
     generator = torch.Generator().manual_seed(0)
-    batch = [Trajectory([1] * 9, MASK, [0.0] * 9, rewards, sum(rewards), group_id=str(group), info={"success": False})
+    info = {"success": False, "states": ["start", "then"], "reward_weights": {"all": 1.0}}
+    batch = [Trajectory([1] * 9, MASK, [0.0] * 9, rewards, sum(rewards), {"all": sum(rewards)}, group_id=str(group), info=info)
              for group, members in enumerate(REWARDS) for rewards in members]
     mask = torch.tensor([MASK] * len(batch))
     old = -torch.rand(mask.shape, generator=generator)
@@ -31,7 +32,7 @@ def step_of(scale):
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_the_gradient_of_every_log_probability_is_the_same_without_them(loss, credit):
     """That of the silent ones is 0 exactly, and the others differ at most as the ends of a vector round: sapo's sigmoid, in its last bit."""
-    config = grpo.settle(grpo.Config(loss=loss, credit=credit, model_path="none", kl_coef=0.0, max_tokens=9))
+    config = grpo.settle(grpo.Config(loss=loss, credit=credit, model_path="none", kl_coef=0.0, max_tokens=9, rewards="exact,format"))
     batch, mask, old, logprobs = step_of(0.2)
     advantages = grpo.token_advantages(batch, mask, credit, scale=config.scale_rewards)
     taught = [i for i, a in enumerate(advantages) if a.any()]

@@ -192,29 +192,40 @@ def thinned(rows):
 def equations(programs=PROGRAMS):
     """Return where each loss of the programs in a folder is computed."""
     found = []
-    for program in ("grpo", "dpo", "sft", "reward_weighted", "distill"):
-        path = programs / f"{program}.py"
-        lines = path.read_text("utf-8").split("\n") if path.is_file() else []
-        tree = ast.parse("\n".join(lines))
-        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for program, *more in (("grpo", "extras/zoo/surrogates"), ("dpo",), ("sft",),
+                           ("reward_weighted",), ("distill",)):
+        functions = {}  # name -> (file, lines of the file, node)
         names = {name: function for name, (file, function) in FUNCTIONS.items() if file == program}
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LOSSES":
-                for key, value in zip(node.value.keys, node.value.values):
-                    # The surrogate is named first, perhaps in a partial.
-                    words = re.findall(r"\w+", ast.unparse(value))
-                    names[ast.literal_eval(key)] = next(filter(functions.get, words), None)
+        for file in (f"{program}.py", *(f"{name}.py" for name in more)):
+            path = programs / file
+            lines = path.read_text("utf-8").split("\n") if path.is_file() else []
+            tree = ast.parse("\n".join(lines))
+            functions |= {node.name: (file, lines, node) for node in tree.body
+                          if isinstance(node, ast.FunctionDef)}
+            names |= surrogates_of(tree, functions)
         for loss, name in names.items():
             if name not in functions:
                 continue
+            file, lines, function = functions[name]
             # The line that computes it: an assignment to `loss`, or else the last one.
-            body = functions[name].body
-            line = next((node for node in body if isinstance(node, ast.Assign)
-                         and ast.unparse(node.targets[0]) == "loss"), body[-1])
+            line = next((node for node in function.body if isinstance(node, ast.Assign)
+                         and ast.unparse(node.targets[0]) == "loss"), function.body[-1])
             whole = lines[line.lineno - 1:line.end_lineno]
-            found.append({"loss": loss, "file": path.name, "line": line.lineno,
+            found.append({"loss": loss, "file": file, "line": line.lineno,
                           "code": " ".join(" ".join(whole).split())})
     return found
+
+
+def surrogates_of(tree, functions) -> dict:
+    """Return {loss: the function that computes it} of the table LOSSES of a file."""
+    names = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LOSSES":
+            for key, value in zip(node.value.keys, node.value.values):
+                # The surrogate is named first, perhaps in a partial.
+                words = re.findall(r"\w+", ast.unparse(value))
+                names[ast.literal_eval(key)] = next(filter(functions.get, words), None)
+    return names
 
 
 # ---------------------------------------------------------------------------------------- episodes

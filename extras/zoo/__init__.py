@@ -103,7 +103,8 @@ def check(config):
     if config.echo_coef and config.max_turns == 1:
         raise UserError("--echo_coef: with --max_turns 1 no tool's answer is shown to the policy")
     if config.scale_rewards == "mean" and config.credit in ("process", "gdpo"):
-        raise UserError(f"--scale_rewards mean: --credit {config.credit} compares no returns")
+        raise UserError(f"--scale_rewards mean: --credit {config.credit} compares no returns, and "
+                        "what it compares may be negative")
     if config.credit == "gdpo":
         check_gdpo(config)
 
@@ -115,9 +116,6 @@ def check_gdpo(config):
         raise UserError("--credit gdpo normalizes each function of --rewards: name two or more")
     if any(weight.strip() == "veto" for _, _, weight in items):
         raise UserError("--credit gdpo: a veto is no sum; leave it out")
-    if config.scale_rewards != "batch":
-        raise UserError("--credit gdpo divides by the std of each group and of the batch; leave "
-                        "--scale_rewards out")
 
 
 FILLED.append(check)

@@ -48,12 +48,12 @@ def states_of(episode) -> list:
     return observations[-turns:]
 
 
-def gdpo(episodes, *, compare, **_):
-    """Compare each reward function with its group's, sum by weight, divide by the std of all.
+def gdpo(episodes, *, compare, scale="batch"):
+    """Compare each reward function in its group, sum by weight, divide by the std of the batch.
 
-    GDPO, arXiv 2601.05242, as TRL's normalize_then_sum: A = S / (std(S) + 1e-4) with S_i
-    = sum_k w_k (r_ik - mean_k) / (std_k + 1e-4). Summed first, a function of large numbers hides
-    the others. The mean of S over the batch is 0. Where a function scored nothing, it adds 0.
+    GDPO, arXiv 2601.05242, as TRL's normalize_then_sum: A = S / (std(S) + 1e-4) with S_i = sum_k
+    w_k (r_ik - mean_k) / (std_k + 1e-4), whose mean in a group is 0. Summed first, a function of
+    large numbers hides the others. Where a function scored nothing, it adds 0.
     """
     turns = torch.tensor([len(t.rewards) for t in episodes])  # (B,)
     total = torch.zeros(len(episodes))
@@ -61,9 +61,8 @@ def gdpo(episodes, *, compare, **_):
         scored = [i for i, t in enumerate(episodes) if name in t.reward_parts]
         values = torch.tensor([episodes[i].reward_parts[name] for i in scored])
         total[scored] += weight * compare(values, [episodes[i].group_id for i in scored])
-    if total.any():
-        total = total / (total.std() + 1e-4)
-    return total.repeat_interleave(turns)
+    advantages = compare(total, [t.group_id for t in episodes], scale=scale)
+    return advantages.repeat_interleave(turns)
 
 
 def weights_of(episodes) -> dict:

@@ -39,7 +39,8 @@ def dppo(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, 
     return -weight * advantages * logprobs, {"clip_low": stopped_low, "clip_high": stopped_high}
 
 
-def off_policy_masked(log_ratio, logprobs, advantages, mask, *, surrogate, max_drift=0.5, **options):
+def off_policy_masked(log_ratio, logprobs, advantages, mask, *, surrogate, max_drift=0.5,
+                      **options):
     """`surrogate`, but 0 where A < 0 in a sequence whose mean log(old / policy) is too large.
 
     The off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556 eq. 9, which states no bound:

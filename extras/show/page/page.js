@@ -16,8 +16,7 @@ const SURROGATES = {
     const stopped = r * A > inside * A;
     return [-Math.min(r * A, inside * A), stopped ? 0 : -r * A, stopped];
   },
-  cispo: (logRatio, A, logp, o, r = Math.exp(logRatio)) =>
-    [-Math.min(r, 5) * A * logp, -Math.min(r, 5) * A, r > 5],
+  cispo: (logRatio, A, logp, o, r = Math.exp(logRatio)) => [-Math.min(r, 5) * A * logp, -Math.min(r, 5) * A, r > 5],
   sapo(logRatio, A) {
     const r = Math.exp(logRatio), tau = A > 0 ? 1 : 1.05, gate = sigmoid(tau * (r - 1));
     return [-gate * 4 / tau * A, -4 * gate * (1 - gate) * r * A, false];
@@ -63,7 +62,7 @@ function klEstimate(logp, ref, old, kind) {  // [value, its slope in logp]
 }
 
 const members = ids => [...new Set(ids)].map(id => ids.flatMap((other, i) => other === id ? [i] : []));  // of each id
-const divisor = (rewards, groupRewards, scale) => scale === "none" ? 1
+const divisor = (rewards, groupRewards, scale) => scale === "none" ? 1 : scale === "mean" ? mean(groupRewards)
   : std(scale === "batch" ? rewards : groupRewards) + 1e-4;
 
 function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
@@ -71,7 +70,7 @@ function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
   for (const group of members(ids)) {
     const shifted = group.map(i => rewards[i] - rewards[group[0]]), middle = mean(shifted);
     if (!shifted.some(Boolean)) continue;
-    const by = divisor(rewards, shifted, scale) * (leaveOneOut ? 1 - 1 / group.length : 1);
+    const by = divisor(rewards, group.map(i => rewards[i]), scale) * (leaveOneOut ? 1 - 1 / group.length : 1);
     group.forEach((i, k) => { advantages[i] = (shifted[k] - middle) / by; });
   }
   return advantages;
@@ -489,7 +488,8 @@ function inputOf(episode, group, g, added) {  // of tokenWeights
 function computeWhatIf() {
   const o = {...settingsOf(theRun()), ...state.whatIf}, [family, name] = o.loss.split(":"), groups = theGroups();
   asked.clear();
-  if (!(family in LOSSES) && !(name in PAIR_LOSSES) && !/^(distill|sft|reward_weighted)$/.test(family)) return;
+  if (!(family in LOSSES) && !(name in PAIR_LOSSES) && !/^(distill|sft|reward_weighted)$/.test(family)
+    || !(o.credit in CREDITS) || /mask|sequence/.test(o.importance_mode)) return;  // what they need is not on the page
   const episodes = groups.flatMap(group => group.episodes);
   const inputs = groups.flatMap((group, g) => group.episodes.map(e => inputOf(e, group, g, o.reward_added)));
   const {episodes: played, sampled_tokens: each} = theRun().steps.find(row => row.step === groups[0].step) || {};

@@ -35,7 +35,8 @@ def test_what_every_loss_and_weighting_logs_is_in_the_table():
     episodes = [Trajectory(rewards=[r], reward=r, group_id="0") for r in (0.0, 1.0)]
     for weighting in ("exp", "linear"):
         names |= reward_weighted.weigh(episodes, reward_weighted.Config(weighting=weighting))[1].keys()
-    assert {"phi", "loss/ipo", "ess", "importance_weight"} <= names and not unknown(names)
+    names |= {"echo", "filtered", "tasks_easy", "tasks_hard"}
+    assert {"phi", "off_policy", "loss/ipo", "ess", "importance_weight"} <= names and not unknown(names)
 
 
 def test_what_is_printed_watched_and_sent_is_in_the_table():

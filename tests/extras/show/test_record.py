@@ -22,7 +22,7 @@ from layers import load_model
 # 4 / tau s(tau (r - 1)) has the slope 4 / tau s'(0) tau = 4 / 4 = 1. The normalizers divide by 2 episodes (and each one's tokens), 6 tokens, 2 x 10 tokens, 2.
 A = 0.5 / (0.5 ** 0.5 + 1e-4)
 BY_HAND = {"grpo": (A / 4, A / 8), "dapo": (A / 6, A / 6), "dr_grpo": (A / 20, A / 20), "cispo": (A / 6, A / 6), "sapo": (A / 4, A / 8),
-           "gspo": (A / 4, A / 8), "luspo": (A / 2, A / 2), "vespo": (A / 6, A / 6)}
+           "gspo": (A / 4, A / 8), "luspo": (A / 2, A / 2), "vespo": (A / 6, A / 6), "dppo": (A / 6, A / 6), "deepseek": (A / 4, A / 8)}
 
 
 def episodes():
