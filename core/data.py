@@ -219,7 +219,6 @@ def summarise(trajectories: list) -> dict:
     def total(name):
         return sum(t.info.get(name, 0) for t in trajectories)
 
-    # The success in each environment, and the parts of the reward.
     solved, parts = defaultdict(list), defaultdict(list)
     for t in trajectories:
         solved[f"success/{t.info.get('env')}"].append(t.info["success"])
@@ -305,7 +304,6 @@ def collate(trajectories: list, device="cpu"):
     def pad(name, dtype=torch.long):
         rows = [torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]
         return pad_sequence(rows, batch_first=True).to(device)  # (B, T)
-
     return pad("token_ids"), pad("loss_mask"), pad("logprobs", torch.float32)
 
 
