@@ -57,10 +57,7 @@ def mix(*numbers_and_texts):
 
 # ------------------------------------------------------------------------------------------ errors
 def printable(text: str) -> str:
-    r"""Return the text with control characters spelled out, the escape character as \x1b.
-
-    A terminal obeys escape sequences: OSC 52 overwrites the clipboard of the reader.
-    """
+    """Return the text with control characters spelled out: a terminal obeys escape sequences."""
     return UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 

@@ -413,7 +413,6 @@ def load_optimizer(optimizer, path, groups=()):
         group.update(numbers)
 
 
-# ------------------------------------------------------------------------------------- numbers
 def sums(metrics: list[dict]) -> Counter:
     """Return the sums of the numbers in some dicts, name by name."""
     totals = Counter()

@@ -71,7 +71,6 @@ class Session:
         observation = text_or_none(awaited(self._get("reset()")(**task))) or ""
         system_prompt = text_or_none(self._get("system_prompt"))
         self._read_done()
-        self._note_state()
         self.member = "reset()"
         if self.done:
             raise ValueError("done is still True after it")
@@ -103,7 +102,6 @@ class Session:
         message = text_or_none(awaited(reply(text))) if reply else None
         gain = self._gain()
         self._read_done()
-        self._note_state()
         return message, gain
 
     @asks
@@ -156,17 +154,13 @@ class Session:
             self._enter(call["name"])
             self.answers.append((*call_tool(self.env, **call), self._gain()))
         self._read_done()
-        self._note_state()
-
-    def _note_state(self):
-        """Note what the environment calls the state in which the next turn is taken."""
-        # It may be an attribute of the same name, which is none of our business.
-        if callable(state := self._get("_state()")):
-            self.notes.setdefault("states", []).append(str(awaited(state())))
 
     def _read_done(self):
         self._enter("done")
         self.done = is_done(self.env)
+        # An attribute of this name is the environment's own affair.
+        if callable(state := self._get("_state()")):
+            self.notes.setdefault("states", []).append(str(awaited(state())))
 
     def _gain(self) -> float:
         """Return what the running total gained since the last call."""
