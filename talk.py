@@ -1,10 +1,11 @@
-"""The command of agent.py: play tasks with a model and count, or chat with it.
+"""Chat with an agent, or play tasks and count: what `python agent.py` runs.
 
     python agent.py --model_path runs/grpo          chat with the agent
     python agent.py --model_path runs/grpo --num_tasks 64 --output traces.jsonl
 
 No training needs it. extras/serve overrides it: `terminal`.
 """
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -81,4 +82,5 @@ def chat(play, cls):
 
 
 if __name__ == "__main__":
+    sys.argv[0] = agent.__file__  # the program that runs this
     main(*terminal(Config, command, agent, load_model), __doc__)
