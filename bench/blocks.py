@@ -5,6 +5,7 @@ bench/pages.py writes it.
 """
 import re
 import statistics
+from functools import partial
 
 BLOCKS = {}  # by name: the function that returns a block's lines, and the JSONs that it is given
 
@@ -422,3 +423,27 @@ def lesson_04_estimators(data):
         rows.append([name, f"{row['bias']:+.4f}", f"{row['noise']:.3f}", f"{row['size']:.3f}",
                      cosine, f"{row['gradient_noise']:.3f}"])
     return table(*rows)
+
+
+@block("lesson_04.json")
+def phenomenon_kl(data):
+    """Bias and noise of each estimator, and its gradient against the KL's, all seeds in a cell."""
+    rows = [["estimator", f"bias, seeds {seeds_of(data)}", "noise", "gradient: size",
+             "cosine with the KL's"]]
+    for name in ("k2", "k3", "k3_ratio"):
+        taken = [run["estimators"][name] for run in data["runs"]]
+        rows.append([f"`{name}`", *(", ".join(f"{row[key]:{form}}" for row in taken) for key, form
+                                    in (("bias", "+.3f"), ("noise", ".2f"), ("size", ".2f"),
+                                        ("cosine", ".3f")))])
+    return table(*rows)
+
+
+def phenomenon(effect, data):
+    """The table of an effect of docs/phenomena.md."""
+    from bench.phenomena import table as cells
+    return table(*cells(data["rows"], effect))
+
+
+for name in ("length std entropy staleness engine credit credit_clues credit_hard truncation "
+             "difficulty rounding forgetting engine_model staleness_model").split():
+    BLOCKS[f"phenomenon_{name}"] = partial(phenomenon, name), ("phenomena.json",)

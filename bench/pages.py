@@ -57,6 +57,8 @@ PICTURES = {
     "bench/results/distill.svg": ("distill", "distill.json", "rows"),
     "bench/results/scale.svg": ("scale", "scale.json", "curves"),
     "docs/memory.svg": ("memory", "memory.json", "mib"),
+    **{f"bench/results/{path.name}": ("phenomena", "phenomena.json", "rows")
+       for path in sorted(RESULTS.glob("phenomena_*.svg"))},
 }
 
 
