@@ -25,6 +25,7 @@ import core.logprobs as logprobs
 import extras.memory.pointwise as pointwise
 import extras.memory.quantization as quantization
 from extras.fast import static_engine
+from bench.gpu_norms import norms_as_on_a_gpu
 from core.model import adamw, facts, settings
 from core.engine import Row, StockForward
 from layers import load_model, make_engine
@@ -155,7 +156,7 @@ def standing_for(kind: str):
           mock.patch.object(logprobs, "blocks", first_blocks),
           mock.patch.object(logprobs, "used_columns", lambda mask: mask.shape[1]),
           mock.patch.object(pointwise, "pieces", first_pieces),
-          mock.patch.object(torch.Tensor, "nonzero", _all_places)):
+          mock.patch.object(torch.Tensor, "nonzero", _all_places), norms_as_on_a_gpu()):
         yield
 
 

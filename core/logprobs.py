@@ -105,7 +105,9 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, model, hidden, targets, temperature, *weights):
         ctx.model, ctx.temperature, ctx.weights = model, temperature, weights
-        ctx.size = max(1, CHUNK // len(model.get_output_embeddings().weight))
+        # A GPU waits for launches, so of many tokens it takes more at once.
+        elements = CHUNK << (len(hidden) >= 2048 and not hidden.is_cpu)
+        ctx.size = max(1, elements // len(model.get_output_embeddings().weight))
         keep = ctx.needs_input_grad[1] and not weights
         slope = torch.empty_like(hidden) if keep else None  # (n, D)
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -120,6 +122,7 @@ class HeadLogprobs(torch.autograd.Function):
                 slope[chunk], = torch.autograd.grad(logits, h, logits.detach())
             # Free them before the next chunk's are computed.
             del logits
+        entropy.neg_()
         ctx.save_for_backward(hidden, targets, entropy, slope)
         return logprobs, entropy
 
@@ -147,17 +150,18 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 def softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
-    """Write the targets' log-probabilities (c,) and the entropy (c,), a few tokens at a time.
+    """Write the targets' log-probabilities (c,) and minus the entropy (c,), some tokens at a time.
 
     The logits are (c, V), the targets (c, 1). `overwrite` replaces the logits by
     d log p_target / d logits: the graph of a head never reads its logits again.
     """
-    elements = PIECE if logits.is_cpu else CHUNK
+    elements = PIECE if logits.is_cpu else logits.numel()
     for piece in blocks(len(logits), max(1, elements // logits.shape[1])):
-        logp = over(logits[piece].float(), temperature).log_softmax(-1)
+        z = logits[piece] if temperature == 1 else logits[piece].float() / temperature
+        logp = z.log_softmax(-1, dtype=torch.float32)
         probs = logp.exp()
-        logprobs[piece] = logp.gather(1, targets[piece])[:, 0]
-        entropy[piece] = -logp.mul_(probs).sum(-1)
+        torch.gather(logp, 1, targets[piece], out=logprobs[piece, None])
+        torch.sum(logp.mul_(probs), -1, out=entropy[piece])
         if overwrite:
             probs.neg_().scatter_(1, targets[piece], 1, reduce="add")
             logits[piece] = over(probs, temperature)
@@ -257,7 +261,7 @@ def dithered(total, dtype, noise=None):
     bits are constants: rollout, update, evaluation and `merge` have the same weights.
 
     Args:
-        total: float32, (out, in) or (..., out), contiguous. It is overwritten.
+        total: float32, (..., out, in) or, with noise, (..., out), contiguous. It is overwritten.
         dtype: what holds the result later. Only bfloat16 and float16 need random bits.
         noise: random bits (out,) that every row gets. With None each number has its own.
     """
@@ -271,9 +275,10 @@ def dithered(total, dtype, noise=None):
     else:
         noise = random_bits(total.device, LOST_BITS[dtype])
         # One addition for all but the tail: a GPU waits for launches.
-        flat, whole = bits.view(-1), bits.numel() // len(noise) * len(noise)
-        flat[:whole].view(-1, len(noise)).add_(noise)
-        flat[whole:].add_(noise[:len(flat) - whole])
+        flat = bits.view(*bits.shape[:-2], -1)  # (..., out * in)
+        whole = flat.shape[-1] // len(noise) * len(noise)
+        flat[..., :whole].unflatten(-1, (-1, len(noise))).add_(noise)
+        flat[..., whole:].add_(noise[:flat.shape[-1] - whole])
     bits.bitwise_and_(-1 << LOST_BITS[dtype])
     return total
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import DefaultDeviceType
 
 from bench.budget import kind_of
+from bench.gpu_norms import norms_as_on_a_gpu
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -124,7 +125,8 @@ class Device(TorchDispatchMode):
         by_mask = func in INDEXED and any(i.dtype in (torch.bool, torch.uint8) for i in plain(args[1]))
         if there and (func in WAITING or by_mask):
             self.happens(str(func))
-        self.kernels += bool(there) and kind_of(func) != "view"
+        # Out= writes into an argument, and is no view.
+        self.kernels += bool(there) and (func._schema.is_mutable or kind_of(func) != "view")
         out = self.graph.record(func, args, kwargs) if self.graph else func(*args, **kwargs)
         if there or not tensors and self.makes:
             # What an operation changes stays where it is.
@@ -341,6 +343,7 @@ def cuda(bfloat16=True, free=2**32):
         # With a CUDA build of torch the optimizer would ask the driver, which is not there.
         stack.enter_context(mock.patch.object(torch.accelerator, "current_accelerator", lambda *_, **__: None))
         stack.enter_context(mock.patch.object(DefaultDeviceType, "get_device_type", staticmethod(lambda: "cuda")))
+        stack.enter_context(norms_as_on_a_gpu())
         stack.enter_context(device)
         stack.enter_context(Functions(device))
         yield device

@@ -41,3 +41,6 @@ def speed_up(model):
         AttentionInterface.register("causal_attention", causal_attention)
         AttentionMaskInterface.register("causal_attention", sdpa_mask)
         model.set_attn_implementation("causal_attention")
+        if not model.get_output_embeddings().weight.is_cpu:
+            from extras.fast.training import install  # for a GPU alone
+            install(model)

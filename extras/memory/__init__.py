@@ -5,9 +5,10 @@
     folders.py          ... from the hub, and what a folder may lack
     skeleton.py         ... one tensor at a time, which tensor_reader.py finds
     adapter.py          adapters beside weights that hold none, or in host memory: its `kind`
+    launches.py         ... that a GPU computes in few kernels
     rounding.py         sums beside 16-bit weights, and the gradients of float16
     checkpointing.py    what runs again in the backward pass, and MLPs in tiles
-    pointwise.py        norms and MLPs that keep less
+    pointwise.py        norms and MLPs that keep less (gpu_pointwise.py: in few kernels)
     quantization.py     4 bits for layers, int8 for embedding and output head
     streaming.py        layers in host memory, two of them at a time on the device
 
@@ -75,9 +76,16 @@ def lean(load_model):
         if not merge:
             chosen = chosen._replace(**{name: True for name in FORMS if FORMS[name] in quantized})
         read = Reader(chosen, quantized if merge else "")
+        changes = []
+        if not is_cpu(options.get("device")) and kind is Adapter and not chosen.adamw_on_host:
+            from extras.memory.launches import Fast  # for a GPU alone
+            changes = [Fast]
         model, tokenizer = load_model(path, lora_r=lora_r, train=train, merge=merge, read=read,
-                                      kind=kind_of(chosen, kind), **options)
+                                      kind=kind_of(chosen, kind, *changes), **options)
         note(model, chosen)
+        if changes:
+            from extras.memory.launches import launch_together
+            launch_together(model)
         if model.get_output_embeddings().weight.dtype == torch.float16:
             scale_gradients(model)
         use(model, chosen, read.stream)
@@ -85,13 +93,18 @@ def lean(load_model):
     return load
 
 
+def is_cpu(device) -> bool:
+    """True if a model that is loaded to this device, None for the default one, is on the CPU."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cpu"
+
+
 def note(model, chosen: Techniques):
     """Write into the model's facts what other files read of these techniques."""
     known = facts(model)
     known.techniques = chosen
     known.decode_rows = chosen.decode_rows
-    # In host memory the fused kernel is the fastest one.
-    known.fused_adamw = chosen.adamw_on_host or None
+    # In host memory the fused kernel is the fastest one, and on a GPU it is the fewest launches.
+    known.fused_adamw = chosen.adamw_on_host or model.device.type == "cuda" or None
     if chosen.int8_head:
         known.head_logprobs = model.get_output_embeddings().logprobs
     known.stored_as = ",".join(FORMS[name] for name in FORMS if getattr(chosen, name))

@@ -3,6 +3,7 @@
 Each class changes one thing of `lora.Adapter`. `kind_of` puts those that a model's techniques ask
 for in front of a kind, which may be a fork's own (DoRA).
 """
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -14,6 +15,27 @@ from lora import Adapter
 
 # Activations that backward can compute again: tensor -> function without arguments.
 recomputable = WeakTensorKeyDictionary()
+
+
+@contextmanager
+def kept_as_function(x):
+    """Inside the block autograd keeps the function that computes x in place of x, if there is one.
+
+    The function is freed with the node that keeps it.
+    """
+    again = recomputable.get(x)
+    if not again:
+        yield
+        return
+
+    def pack(tensor):
+        return again if tensor is x else tensor
+
+    def unpack(kept):
+        return again() if kept is again else kept
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
 
 
 class Beside(Adapter):
@@ -56,24 +78,13 @@ class Recomputing(Adapter):
     """An adapter that does not keep its input where backward can compute it again."""
 
     def give_gradients(self, linear, x, output):
-        again = recomputable.get(x)
-        if not again:
-            return super().give_gradients(linear, x, output)
-
-        # In place of x the function is kept, and freed with this node.
-        def pack(tensor):
-            return again if tensor is x else tensor
-
-        def unpack(kept):
-            return again() if kept is again else kept
-
-        with saved_tensors_hooks(pack, unpack):
+        with kept_as_function(x):
             return super().give_gradients(linear, x, output)
 
 
 @cache
-def kind_of(chosen, kind: type = Adapter) -> type:
-    """Return the class of the adapters beside these techniques, a subclass of `kind`."""
+def kind_of(chosen, kind: type = Adapter, *more: type) -> type:
+    """Return the class of the adapters beside these techniques, a subclass of `kind` and `more`."""
     changes = [Rounded]
     if chosen.adamw_on_host:
         changes.append(OnHost)
@@ -81,4 +92,4 @@ def kind_of(chosen, kind: type = Adapter) -> type:
         changes.append(Beside)
     if chosen.recompute_pointwise:
         changes.append(Recomputing)
-    return type(f"Lean{kind.__name__}", (*changes, kind), {})
+    return type(f"Lean{kind.__name__}", (*changes, *more, kind), {})

@@ -21,12 +21,16 @@ def install(model):
     """Give these forwards to a model of the family."""
     if model.config.model_type not in FAMILY:
         return
+    norm_of, mlp_of = norm, mlp
+    if not model.get_output_embeddings().weight.is_cpu:
+        from extras.memory import gpu_pointwise  # which needs what a CPU does not load
+        norm_of, mlp_of = gpu_pointwise.norm, gpu_pointwise.mlp
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
-            module.forward = partial(norm, module, module.forward)
+            module.forward = partial(norm_of, module, module.forward)
         elif kind.endswith("MLP") and model.config.hidden_act == "silu":
-            module.forward = partial(mlp, module, module.forward)
+            module.forward = partial(mlp_of, module, module.forward)
 
 
 def norm(module, stock, x):
@@ -43,7 +47,11 @@ def mlp(module, stock, x):
     """Return the MLP of x."""
     if not torch.is_grad_enabled():
         return stock(x)
-    gate, up = module.gate_proj(x), module.up_proj(x)  # (..., inner) each
+    return product_of(module, module.gate_proj(x), module.up_proj(x))
+
+
+def product_of(module, gate, up):
+    """Return the output of an MLP of its gate and up products (..., inner), which are kept."""
     product = _SwiGLU.apply(gate, up)
     recomputable[product] = cache(partial(swiglu, gate.detach(), up.detach()))
     return module.down_proj(product)
