@@ -150,7 +150,7 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 def softmax(logits, targets, temperature, logprobs, entropy, overwrite: bool):
-    """Write the targets' log-probabilities (c,) and minus the entropy (c,), some tokens at a time.
+    """Write the targets' log-probabilities (c,) and minus the entropy (c,), piece by piece.
 
     The logits are (c, V), the targets (c, 1). `overwrite` replaces the logits by
     d log p_target / d logits: the graph of a head never reads its logits again.

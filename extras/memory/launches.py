@@ -5,8 +5,8 @@
     Fast     the change of `lora.Adapter` that asks them
     outputs  Linears of one input, whose adapters are one product
 
-Nothing changes but the order of sums. It is for a GPU. Float16, whose gradients are scaled by a hook
-of each parameter, adapters in host memory and a fork's own kind are left as they are.
+Nothing changes but the order of sums. It is for a GPU. Float16, whose gradients are scaled by a
+hook of each parameter, adapters in host memory and a fork's own kind are left as they are.
 """
 from collections import defaultdict
 from functools import partial
@@ -77,7 +77,7 @@ class Fleet:
         return self.cast[adapter]
 
     def joint_A(self, adapters):
-        """Return A of adapters of one input, which are neighbours in the fleet, as one (n r, in)."""
+        """Return A of adapters of one input, neighbours in the fleet, as one (n r, in)."""
         first = self.factors(adapters[0])[0]
         start, numbers = first.storage_offset(), len(adapters) * first.numel()
         return self.flat_A[start:start + numbers].view(-1, first.shape[1])
@@ -143,8 +143,8 @@ class Fast(Adapter):
 
 def outputs(x, *linears) -> tuple:
     """Return the outputs (..., out) of Linears of one input x (..., in)."""
-    alike = len({(type(linear), is_adapted(linear) and linear.lora.mode) for linear in linears}) == 1
-    if not alike or not all(takes_part(linear) for linear in linears):
+    kinds = {(type(linear), is_adapted(linear) and linear.lora.mode) for linear in linears}
+    if len(kinds) > 1 or not all(takes_part(linear) for linear in linears):
         return tuple(linear(x) for linear in linears)
     factors = [p for linear in linears for p in (linear.lora.A, linear.lora.B)]
     with kept_as_function(x):
