@@ -12,15 +12,9 @@ from extras.memory import gpu_pointwise
 
 @contextmanager
 def norms_as_on_a_gpu():
-<<<<<<< HEAD
-    """Inside the block extras/memory/gpu_pointwise.py takes the operations below for torch's kernels."""
+    """Inside the block extras/memory/gpu_pointwise.py takes these operations for torch's kernels."""
     with (mock.patch.object(gpu_pointwise, "fused_norm", torch.ops.standing_for.fused_norm),
           mock.patch.object(gpu_pointwise, "fused_norm_backward",
-=======
-    """Inside the block extras/memory/pointwise.py takes these operations for torch's kernels."""
-    with (mock.patch.object(pointwise, "fused_norm", torch.ops.standing_for.fused_norm),
-          mock.patch.object(pointwise, "fused_norm_backward",
->>>>>>> 8fe4daf9 (lines of 100 columns in what counts few launches)
                             torch.ops.standing_for.fused_norm_backward)):
         yield
 
