@@ -124,8 +124,8 @@ def test_flags_and_metrics_of_a_page_exist(name):
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_of_a_page_are_understood(name):
     from core.config import parse
-    import agent
-    modules = {**PROGRAMS, "agent": agent}
+    import talk
+    modules = {**PROGRAMS, "agent": talk}
     commands = re.findall(r"^python (\w+)\.py *([^#\n]*)", PAGES[name], re.M)
     assert commands
     for program, words in commands:

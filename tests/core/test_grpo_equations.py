@@ -419,6 +419,19 @@ def test_trl_parity_gradient_accumulation(trl_trainer, name):
     assert close(sum(p[0] for p in parts), loss, 1e-9) and close(sum(p[1] for p in parts), grad, 1e-9)
 
 
+@pytest.mark.parametrize("name", IN_TRL)
+def test_trl_parity_where_truncated_completions_are_masked(trl_trainer, name):
+    """mask_truncated_completions sets their masks to 0 and counts num_items_in_batch afterwards; a mean over sequences still counts them."""
+    b = batch(4, spread=0.5)
+    b["mask"][1] = b["mask"][4] = 0
+    config = SimpleNamespace(kl_coef=0.05, entropy_coef=0.0, max_tokens=50)
+    taught, counts = grpo.in_update(config, b["mask"].long(), torch.zeros_like(b["mask"]).long(), b["advantages"])
+    assert taught == [0, 2, 3, 5] and counts.sequences == 6 and counts.tokens == counts.trained == int(b["mask"].sum())
+    loss, grad, _ = ours(name, b, 0.05, counts=counts)
+    trl, trl_grad, _ = trl_loss(trl_trainer, name, b, 0.05)
+    assert close(loss, trl, 1e-9) and close(grad, trl_grad, 1e-9)
+
+
 def test_trl_parity_catches_a_mask_shifted_by_one(trl_trainer):
     for name in IN_TRL:
         b = batch(3, spread=0.5)

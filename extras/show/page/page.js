@@ -470,7 +470,7 @@ function drawEquation(episode, i) {
 
 // --------------------------------------------------------------------------------------- what if
 function settingsOf({algorithm, flags = {}}) {
-  const loss = {sft: "sft:imitate", reward_weighted: `reward_weighted:${flags.weighting}`, distill: "distill:reverse_kl",
+  const loss = {sft: "sft:imitate",reward_weighted: `reward_weighted:${flags.weighting}`, distill: "distill:reverse_kl",
     dpo: `dpo:${(flags.loss || "sigmoid").split(",")[0]}`}[algorithm] || flags.loss || "grpo";
   return {credit: "episode", clip_eps_low: 0.2, clip_eps_high: 0.2, kl_coef: 0, beta: 0.1, sft_coef: 1,
     kl_estimator: "k3_ratio", ...flags, scale_rewards: flags.scale_rewards || "group", loss, reward_added: 0};
