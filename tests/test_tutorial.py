@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import agent
 import envs
 import grpo
 import schooling
 import sft
+import talk
 from bench import notebook as builder
 from bench import reward_hacking, tutorial
 from bench.learning import fingerprint
@@ -110,7 +110,7 @@ def test_the_page_is_short_and_its_code_fits_a_screen():
 
 
 def test_every_command_of_the_page_is_understood_and_its_call_is_the_same():
-    programs = {"sft": sft, "grpo": grpo, "agent": agent}
+    programs = {"sft": sft, "grpo": grpo, "agent": talk}
     texts = [text for kind, text in builder.blocks(PAGE) if kind.startswith("bash")]
     lines = [words for text in texts for words in builder.commands(text) if words[1].endswith(".py")]
     assert len(lines) == 8
