@@ -18,9 +18,14 @@ from functools import partial, update_wrapper
 import envs.tasks
 import torch
 from core.config import CHANGED, FILLED, UserError, flag
-from extras.zoo import credits, surrogates
+from core.run import LOGS
+from extras.zoo import surrogates
 from extras.zoo.corrections import CORRECTIONS
+from extras.zoo.credits import gdpo, gigpo
 from extras.zoo.filters import FILTERS
+
+GROUPS = "groups.jsonl"  # of --draw difficulty; a resumed run cuts it as its other logs
+LOGS.append(GROUPS)
 
 
 @dataclass(kw_only=True)
@@ -35,7 +40,7 @@ class RolloutFlags(envs.tasks.RolloutFlags):
                             low=0)
 
 
-def more_rows(losses, credits_, corrections, settings, compare):
+def more_rows(losses, credits, corrections, settings, compare):
     """Add the rows of this layer to the tables of grpo.py.
 
     compare: `group_advantages`, which credits need.
@@ -45,8 +50,8 @@ def more_rows(losses, credits_, corrections, settings, compare):
         losses[name] = tuple(functions.get(part, part) for part in row)
     masked, normalizer = losses["deepseek"]
     losses["deepseek"] = bound(masked, surrogate=functions["clipped"]), normalizer
-    for credit in (credits.gigpo, credits.gdpo):
-        credits_[credit.__name__] = bound(credit, compare=compare)
+    for credit in (gigpo, gdpo):
+        credits[credit.__name__] = bound(credit, compare=compare)
     corrections.update(CORRECTIONS)
     settings.update(surrogates.SETTINGS)
 

@@ -14,10 +14,8 @@ import numpy as np
 
 import core.data
 from core.data import lines_of, members, without_faults
-from core.run import LOGS
+from extras.zoo import GROUPS
 
-GROUPS = "groups.jsonl"
-LOGS.append(GROUPS)
 WEIGHTS = {"easy": 0.1, "hard": 0.3}  # of a draw, against 1 for a task that is in neither pool
 
 

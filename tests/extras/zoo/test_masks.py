@@ -203,6 +203,8 @@ def test_draws_by_difficulty_are_logged_and_resumed(base, tmp_path):
     options = {"max_samples": 5, "draw": "difficulty", "learning_rate": 0.0}
     whole = run(base, tmp_path / "a", max_steps=3, **options)[1]
     run(base, tmp_path / "b", max_steps=2, **options)
+    with open(tmp_path / "b" / pools.GROUPS, "a") as file:  # a step that was played and killed before it ended
+        file.write(json.dumps({"step": 2, "task": 0, "success": 1.0}) + "\n")
     resumed = run(base, tmp_path / "b", max_steps=3, resume=True, **options)[1]
     groups = [(tmp_path / name / pools.GROUPS).read_text() for name in "ab"]
     assert groups[0] == groups[1] and len(groups[0].splitlines()) == 9 and whole == resumed
