@@ -158,16 +158,20 @@ def find_teacher(config, run, model, tokenizer):
     path = newest(path)
     if is_adapter(path) and config.lora_r and is_base(base_of(path), model):
         adapter = read_adapter(model, path)
-        print(f"teacher: {path}, an adapter of the student's base: nothing is loaded twice")
+        print(f"teacher: {path}, an adapter of the student's base: {megabytes(adapter.values())}")
         return LocalTeacher(model, adapter)
     options = options_for(load_model, config) | {"lora_r": 0}
     teacher, its_tokenizer = load_model(path, train=False, **options)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"--teacher {path}: its tokenizer is another one than the student's: the "
                         "ids of one mean other text to the other")
-    count = sum(p.numel() for p in teacher.parameters())
-    print(f"teacher: {path}, {count / 1e6:.3g} M parameters beside the student")
+    print(f"teacher: {path}, beside the student: {megabytes(teacher.parameters())}")
     return LocalTeacher(teacher)
+
+
+def megabytes(tensors) -> str:
+    """Return what these tensors take in memory, as text."""
+    return f"{sum(p.numel() * p.element_size() for p in tensors) / 1e6:.3g} MB"
 
 
 def is_base(path: str, model) -> bool:

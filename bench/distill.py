@@ -87,7 +87,7 @@ def played_by(teacher, n, path, seed):
     import talk
     if not path.exists():
         talk.command(talk.Config(model_path=teacher, env="equations", num_tasks=n, group_size=1,
-                                   seed=seed, dtype="float32", output=str(path)))
+                                 seed=seed, dtype="float32", output=str(path)))
     episodes = [json.loads(line) for line in path.read_text().splitlines()]
     return [sum(t["loss_mask"]) for t in episodes]
 
@@ -146,8 +146,6 @@ def row_of(curves, seed) -> dict:
     distilled = curves["distill"]
     start, teacher = distilled["success_before"], distilled["teacher_success"]
     row = {"seed": seed, "start": start, "teacher": teacher,
-           "peak_memory_mb": {name: curve["peak_memory_mb"] for name, curve in curves.items()
-                              if "peak_memory_mb" in curve},
            "seconds": {name: curve["seconds"] for name, curve in curves.items()
                        if "seconds" in curve}}
     for name, curve in curves.items():
