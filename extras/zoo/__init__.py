@@ -36,8 +36,7 @@ class RolloutFlags(envs.tasks.RolloutFlags):
                        choices=FILTERS)
     draw: str = flag("epochs", "how tasks are drawn; difficulty: rarely those whose last group all "
                      "succeeded or all failed", choices=("epochs", "difficulty"))
-    echo_coef: float = flag(0.0, "weight of the cross-entropy on what tools wrote (ECHO)",
-                            low=0)
+    echo_coef: float = flag(0.0, "weight of the cross-entropy on what tools wrote (ECHO)", low=0)
 
 
 def more_rows(losses, credits, corrections, settings, compare):
@@ -45,7 +44,8 @@ def more_rows(losses, credits, corrections, settings, compare):
 
     compare: `group_advantages`, which credits need.
     """
-    functions = {f.__name__: f for row in losses.values() for f in row}
+    # A fork's row may hold a partial, which has no name.
+    functions = {getattr(f, "__name__", None): f for row in losses.values() for f in row}
     for name, row in surrogates.LOSSES.items():
         losses[name] = tuple(functions.get(part, part) for part in row)
     masked, normalizer = losses["deepseek"]
