@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import torch
 
-from extras.memory import pointwise
+import extras.memory.pointwise as pointwise
 from extras.memory.adapter import recomputable
 from extras.memory.launches import outputs
 from lora import SAME_NUMBERS

@@ -23,7 +23,8 @@ def install(model):
         return
     norm_of, mlp_of = norm, mlp
     if not model.get_output_embeddings().weight.is_cpu:
-        from extras.memory import gpu_pointwise  # which needs what a CPU does not load
+        # It needs what a CPU does not load.
+        import extras.memory.gpu_pointwise as gpu_pointwise
         norm_of, mlp_of = gpu_pointwise.norm, gpu_pointwise.mlp
     for module in model.modules():
         kind = type(module).__name__
