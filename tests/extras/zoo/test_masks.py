@@ -170,6 +170,13 @@ def test_what_cannot_act_is_refused(options, words):
     assert words in str(error.value)
 
 
+def test_flags_of_grpo_alone_are_answered_elsewhere():
+    import sft
+    from extras.hints.command_line import parse
+    with pytest.raises(UserError, match="unknown option --echo_coef; grpo.py alone has it"):
+        parse(sft.Config, ["--echo_coef", "0.1"])
+
+
 @pytest.fixture
 def base(schooled):
     return schooled
