@@ -20,9 +20,10 @@ from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 # ------------------------------------------------------------ words of a few tokens, and who samples
 WORD, LETTERS, WORDS = 6, 8, 24  # tokens of an episode, choices of a token, tasks
 PLAY_STEPS, PLAY_RATE, PLAY_PASSES = 60, 0.1, 2
-AGES = 8  # steps
-CAP = 2.0  # of the importance weights
-BAND = 0.5, 2.0  # of a sequence's weight; outside of it an episode is left out
+AGES = 2, 4, 8  # steps
+# C of each --importance_mode. That of the geometric mean is of one token.
+CAPS = {"token_truncate": 2.0, "token_mask": 2.0, "sequence_truncate": 2.0, "sequence_mask": 2.0,
+        "geometric_mask": 1.2}
 
 
 def spell(seed, sampler_of, correction=None) -> dict:
@@ -30,8 +31,8 @@ def spell(seed, sampler_of, correction=None) -> dict:
 
     The reward is the share of right letters. Every letter is chosen by itself, from LETTERS. The
     sampler's logits are sampler_of(past tables), the oldest first. correction: None takes the ratio
-    to the sampler, "truncated" is --importance_correction, and "sequence" weighs an episode by the
-    product of its ratios if that is in the BAND, and leaves it out otherwise.
+    to the sampler, and another one is an --importance_mode: the ratio is taken to the trainer, and
+    advantages are multiplied by weights.
     """
     torch.manual_seed(seed)
     target = torch.randint(LETTERS, (WORDS, WORD))
@@ -54,17 +55,14 @@ def spell(seed, sampler_of, correction=None) -> dict:
         ratio = (trainer - sampled_logprobs).mean(1).exp()  # gspo's, (B,)
         narrow.append(((ratio < 1 - 3e-4) | (ratio > 1 + 4e-4)).float().mean().item())
         old = sampled_logprobs if correction is None else trainer
-        if correction == "truncated":
-            advantages, _ = grpo.weighted(advantages, trainer, sampled_logprobs, mask, CAP)
-        if correction == "sequence":
-            weight = (trainer - sampled_logprobs).sum(1, keepdim=True).exp()  # (B, 1)
-            kept = (weight >= BAND[0]) & (weight <= BAND[1])
-            left_out.append(1 - kept.float().mean().item())
-            advantages = advantages * weight * kept
+        if correction:
+            advantages, shares = grpo.weighted(
+                advantages, trainer, sampled_logprobs, mask, CAPS[correction], correction)
+            left_out.append(shares["importance_left_out"])
         for _ in range(PLAY_PASSES):
             step(optimizer, loss_of("grpo", logprobs_of(table, tasks, letters), advantages, mask,
                                     old))
-    row = {"reward": rewards[-1], "reward at half time": rewards[PLAY_STEPS // 2],
+    row = {"reward": rewards[-1], "half way": rewards[PLAY_STEPS // 2],
            "gap": mean_of_last(gaps, PLAY_STEPS), "outside gspo": mean_of_last(narrow, PLAY_STEPS),
            "curve": thin(rewards)}
     return row | ({"left out": mean_of_last(left_out, PLAY_STEPS)} if left_out else {})
@@ -76,15 +74,19 @@ def logprobs_of(table, tasks, letters):
 
 
 def staleness(seed) -> dict:
-    """Spell with episodes of the newest policy, and of the one AGES steps ago."""
-    def newest(past):
-        return past[-1]
-
-    def old(past):
-        return past[max(0, len(past) - 1 - AGES)]
-    return {"new": spell(seed, newest), "old": spell(seed, old),
-            "old, truncated": spell(seed, old, "truncated"),
-            "old, sequence": spell(seed, old, "sequence")}
+    """Spell with episodes of the newest policy, and of one AGES steps ago, by each correction."""
+    def policy_of(age):
+        return lambda past: past[max(0, len(past) - 1 - age)]
+    fresh = spell(seed, policy_of(0))
+    rows = {"new episodes": {f"at age {age}": fresh["half way"] for age in AGES}}
+    rows["new episodes"]["curve"] = fresh["curve"]
+    for correction in (None, *(mode for mode in CAPS if mode in grpo.CORRECTIONS)):
+        runs = {age: spell(seed, policy_of(age), correction) for age in AGES}
+        row = {f"at age {age}": run["half way"] for age, run in runs.items()}
+        last = runs[AGES[-1]]
+        row |= {"at the end, age 8": last["reward"], "left out, age 8": last.get("left out", 0.0)}
+        rows[correction or "no correction"] = row | {"curve": last["curve"]}
+    return rows
 
 
 def engine(seed) -> dict:
@@ -97,12 +99,13 @@ def engine(seed) -> dict:
 
     def hotter(past):
         return past[-1] / 1.2
+    mode = "token_truncate"
     return {"the same": spell(seed, lambda past: past[-1]),
             "bfloat16": spell(seed, rounded(torch.bfloat16)),
             "float8": spell(seed, rounded(torch.float8_e4m3fn)),
-            "float8, truncated": spell(seed, rounded(torch.float8_e4m3fn), "truncated"),
+            "float8, corrected": spell(seed, rounded(torch.float8_e4m3fn), mode),
             "temperature 1.2": spell(seed, hotter),
-            "temperature 1.2, truncated": spell(seed, hotter, "truncated")}
+            "temperature 1.2, corrected": spell(seed, hotter, mode)}
 
 
 # ---------------------------------------------------------------------------------------- forgetting

@@ -26,7 +26,8 @@ TOYS = toys.TOYS | games.GAMES
 CLUES = f"{ROOT / 'bench' / 'clues.py'}:Clues"
 # The taught models: the environment that each was taught on, demonstrations, steps of SFT.
 BASES = {"easy": ("equations", 1400, 300), "clues": (CLUES, 400, 220),
-         "hard": ("equations_hard", 1400, 300), "search": ("search", 1400, 300)}
+         "hard": ("equations_hard", 1400, 300), "search": ("search", 1400, 300),
+         "poor": ("search", 300, 120)}
 NOISE, MAX_TURNS = 0.6, 6  # of the experts: the share of actions that are wrong, the most turns
 SCHOOL_BATCH, SCHOOL_RATE = 16, 3e-3
 STEPS, AGE = 20, 4
@@ -35,7 +36,7 @@ TRAINING = {"tasks_per_step": 4, "group_size": 8, "updates_per_step": 2, "learni
             "weight_decay": 0.0, "dtype": "float32", "loss": "grpo", "credit": "episode",
             "scale_rewards": "group", "clip_eps_low": 0.2, "clip_eps_high": 0.2}
 EXAM_TASKS, EXAM_SAMPLES = 80, 2
-METRICS = ("success", "entropy", "clip_high", "sampler_gap", "turns", "truncated", "grad_norm",
+METRICS = ("success", "reward", "structure", "echo", "entropy", "clip_high", "sampler_gap", "turns", "truncated", "grad_norm",
            "groups_without_signal", "importance_weight", "approx_kl", "kl")
 
 # Of each effect that is seen on the tiny model: base, environment, and the arms. An arm is what it
@@ -59,6 +60,7 @@ MODELS = {
         name: {"credit": name} for name in ("episode", "process", "gigpo", "turn")}),
     "credit_search": ("search", "search", {
         name: {"credit": name} for name in ("episode", "process", "gigpo", "turn")}),
+    "echo": ("poor", "search", {"no echo": {}, "echo 0.1": {"echo_coef": 0.1}}),
 }
 
 
@@ -260,7 +262,7 @@ TABLES = {
     "std": ("hard", "middle", "easy", "style"),
     "entropy": ("best action", "entropy", "clipped above"),
     "entropy_model": ("entropy", "clip_high", "solved"),
-    "staleness": ("reward", "reward at half time", "gap", "left out"),
+    "staleness": ("at age 8", "at age 4", "at age 2", "at the end, age 8", "left out, age 8"),
     "staleness_model": ("solved", "approx_kl", "clip_high"),
     "engine": ("reward", "gap", "outside gspo"),
     "engine_model": ("solved", "sampler_gap"),
@@ -268,6 +270,7 @@ TABLES = {
     "credit_clues": ("success", "turns", "solved"),
     "credit_hard": ("success", "turns", "solved"),
     "credit_search": ("success", "turns", "solved"),
+    "echo": ("reward", "success", "solved", "structure"),
     "truncation": ("success", "cut", "success without the limit"),
     "difficulty": ("success after", "after 70 updates", "updates", "silent"),
     "rounding": ("kept at 1e-06", "kept at 1e-05", "kept at 1e-04", "kept at 1e-03"),
@@ -288,6 +291,7 @@ PANELS = {
     "credit_clues": (("success", "success"), ("turns", "turns")),
     "credit_hard": (("success", "success"), ("turns", "turns")),
     "credit_search": (("success", "success"), ("turns", "turns")),
+    "echo": (("reward", "reward"), ("success", "success")),
     "truncation": (("share of answers that are cut", "curve"),),
     "difficulty": (("mean success of all tasks", "curve"),),
     "rounding": (("share of the update that is kept", "curve", "size of a step", "RATES"),),
@@ -410,7 +414,9 @@ def main(argv=None):
     target = Path(args.results) / "phenomena.json"
     run_missing(args, target)
     draw_all(read(target), args.results)
-    print(json.dumps(write(args, read(target), target)))
+    result = write(args, read(target), target)
+    del result["rows"]  # it is long, and stands in the file
+    print(json.dumps(result | {"file": str(target)}))
 
 
 if __name__ == "__main__":
