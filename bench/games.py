@@ -1,4 +1,4 @@
-"""Policies of a few numbers that play: by which policy episodes were sampled, and credit over turns.
+"""Policies of a few numbers that play: who sampled, what is forgotten, and credit over turns.
 
 As in toys.py, a function returns a row of numbers for each arm, and draws by the seed alone.
 """
@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
 
-# ------------------------------------------------------------ words of a few tokens, and who samples
+# ---------------------------------------------------------- words of a few tokens, and who samples
 WORD, LETTERS, WORDS = 6, 8, 24  # tokens of an episode, choices of a token, tasks
 PLAY_STEPS, PLAY_RATE, PLAY_PASSES = 60, 0.1, 2
 AGES = 2, 4, 8  # steps
@@ -108,7 +108,7 @@ def engine(seed) -> dict:
             "temperature 1.2, corrected": spell(seed, hotter, mode)}
 
 
-# ---------------------------------------------------------------------------------------- forgetting
+# --------------------------------------------------------------------------------------- forgetting
 FEATURES, PROMPTS, ANSWERS = 64, 48, 8  # of each of two subjects
 USUAL, UNUSUAL = 0.4, 0.02  # chances, at the start, of two answers that are both right
 ENOUGH = 0.9  # success on the trained subject, at which training stops
@@ -165,7 +165,7 @@ def forgetting(seed) -> dict:
     return rows
 
 
-# ------------------------------------------------------------------------------------ credit over turns
+# ------------------------------------------------------------------------------- credit over turns
 LOOKS, SECOND_LOOK = 3, 0.6  # as in clues.py
 PRICES = 0.0, 0.05  # of a look
 GROUPS = 16  # of a step

@@ -1,12 +1,13 @@
-"""Effects that people argue about, each seen alone: docs/phenomena.md shows what this script measures.
+"""Effects that people argue about, each seen alone: the measurements of docs/phenomena.md.
 
-    python bench/phenomena.py                                      all of it: about 70 CPU minutes
+    python bench/phenomena.py                                      all of it: an hour of CPU time
     python bench/phenomena.py --effects length,std --seeds 0       some effects, one seed
     python bench/phenomena.py --effects credit --seconds 300       begin no run after five minutes
 
-Half of the effects are shown on policies of a few numbers (bench/toys.py), in seconds. The others
-train the tiny model by grpo.py, from one taught base for each environment, as the lessons do. All arms of
-a seed see the same tasks, so that differences are taken seed by seed. Each run is kept in results/phenomena.json as it ends: what is there already is not run again.
+Most effects are shown on policies of a few numbers (toys.py, games.py), in seconds. The others
+train the tiny model by grpo.py, from one taught base for each environment, as the lessons do. All
+arms of a seed see the same tasks, so that differences are taken seed by seed. Each run is kept in
+results/phenomena.json as it ends: what is there already is not run again.
 """
 import argparse
 import datetime
@@ -36,8 +37,9 @@ TRAINING = {"tasks_per_step": 4, "group_size": 8, "updates_per_step": 2, "learni
             "weight_decay": 0.0, "dtype": "float32", "loss": "grpo", "credit": "episode",
             "scale_rewards": "group", "clip_eps_low": 0.2, "clip_eps_high": 0.2}
 EXAM_TASKS, EXAM_SAMPLES = 80, 2
-METRICS = ("success", "reward", "structure", "echo", "entropy", "clip_high", "sampler_gap", "turns", "truncated", "grad_norm",
-           "groups_without_signal", "importance_weight", "approx_kl", "kl")
+METRICS = ("success", "reward", "structure", "echo", "entropy", "clip_high", "sampler_gap", "turns",
+           "truncated", "grad_norm", "groups_without_signal", "importance_weight", "approx_kl",
+           "kl")
 
 # Of each effect that is seen on the tiny model: base, environment, and the arms. An arm is what it
 # changes of TRAINING; "rollout" says who samples. An arm "like" another one is that run.
@@ -64,7 +66,7 @@ MODELS = {
 }
 
 
-# --------------------------------------------------------------------------------- the taught models
+# ------------------------------------------------------------------------------ the taught models
 def imitate(model, episodes, seed, steps):
     """Train what trains of the model on demonstrations."""
     from torch.nn.utils import clip_grad_norm_
@@ -200,7 +202,7 @@ def start_row(args, base_name) -> dict:
     return {"solved": exam(model, tokenizer, BASES[base_name][0], args)}
 
 
-# --------------------------------------------------------------------------------------- the results
+# ------------------------------------------------------------------------------------ the results
 def todo(effects):
     """Yield (effect, the arms of one run) in the order in which they are run."""
     for effect in effects:
@@ -321,7 +323,7 @@ def number(row, metric):
 
 
 def table(rows, effect) -> list[list[str]]:
-    """Return the cells of an effect's table: means over the seeds, with t intervals from three on."""
+    """Return the cells of an effect's table: means over seeds, with t intervals from three on."""
     metrics, arms = TABLES[effect], arms_of(rows, effect)
     first = next((by_seed for arm, by_seed in arms.items() if arm != "before"), {})
     lines = [["", *metrics, f"{metrics[0]}, minus the first row, seed by seed"]]

@@ -140,7 +140,7 @@ def success_at(stop, limit=LIMIT) -> torch.Tensor:
     return ((1 - stop)**(n - 1) * stop * (1 - torch.exp(-n / PATIENCE))).sum()
 
 
-# --------------------------------------------------------------------------- tasks of all difficulty
+# ------------------------------------------------------------------------- tasks of all difficulty
 STARTS = {"hard": 0.05, "middle": 0.5, "easy": 0.95}  # chance to be right at the start
 EACH = 20  # tasks of each kind
 STYLE_PAY = 0.01
