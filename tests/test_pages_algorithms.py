@@ -153,6 +153,19 @@ def test_every_loss_of_grpo_has_a_row_with_its_surrogate_normalizer_settings_and
     assert "importance_correction 2.0" in page
 
 
+def test_the_page_of_the_zoo_names_what_is_there():
+    from core.config import parse
+    lines = ZOO.splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 130
+    for words in re.findall(r"^python grpo\.py *([^#\n]*)", ZOO, re.M):
+        parse(grpo.Config, words.split())
+    assert {word.replace("-", "_") for word in re.findall(r"--([a-z][\w-]+)", ZOO)} - FLAGS == set()
+    for name in ("importance_left_out", "off_policy", "filtered", "tasks_easy", "tasks_hard", "echo"):
+        assert f"`{name}`" in ZOO and meaning(name)
+    code = "".join((ROOT / "extras" / "zoo" / f"{name}.py").read_text() for name in ("surrogates", "credits", "corrections", "filters", "__init__"))
+    assert papers(code) <= papers(ZOO)
+
+
 def test_every_choice_of_grpo_has_a_row():
     page, flags = PAGES["grpo"], options(grpo.Config)
     assert set(column(page, "surrogate") + column(ZOO, "surrogate")) == {surrogate.__name__ for surrogate, _ in grpo.LOSSES.values()}

@@ -29,8 +29,8 @@ def dppo(log_ratio, logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, 
     """-sg(min(ratio, cap)) M A log p, M 0 where p - p_old is too large: DPPO, arXiv 2602.04879.
 
     The clip range bounds probabilities here, not their ratio: M is 0 where A > 0 and p - p_old >
-    eps_high, or A < 0 and p_old - p > eps_low (Binary-TV, eq. 13). A rare token may then double
-    its probability, and a likely one may not lose half of it. cap is that of verl's dppo_tv.
+    eps_high, or A < 0 and p_old - p > eps_low (Binary-TV, eq. 13). A rare token may then multiply
+    its probability, where a clipped ratio stops it. cap is that of verl's dppo_tv.
     """
     gain = logprobs.detach().exp() - (logprobs - log_ratio).detach().exp()  # (B, T)
     stopped_low = (gain < -clip_eps_low) & (advantages < 0)
