@@ -50,7 +50,7 @@ from schooling import school, teach_tiny
 # single tokens that its teacher finds impossible are clipped.
 TINY = {"learning_rate": 4e-3, "updates_per_step": 4, "max_grad_norm": 0.05, "batch_size": 16,
         "dtype": "float32"}
-DEFAULT_STEPS = 24
+DEFAULT_STEPS = 12
 
 
 # ------------------------------------------------------------------------------------------- loss

@@ -47,7 +47,7 @@ def test_one_step(place, tmp_path, monkeypatch, name, dtype, lora_r):  # noqa: F
         # In float32 attention without gradients is another kernel.
         assert abs(step["margin"]) < (1e-6 if dtype == "float32" else 1e-9)
     if name == "distill":
-        assert step["teacher_kl"] > 0.1 and abs(step["first_ratio"] - 1) < (1e-3 if dtype == "float32" else 0.02)
+        assert step["teacher_kl"] > 0.01 and abs(step["first_ratio"] - 1) < (1e-3 if dtype == "float32" else 0.02)
     if name == "grpo":
         assert step["kl"] == 0  # the policy and its reference are the same bits
         assert abs(step["first_ratio"] - 1) < (1e-3 if dtype == "float32" else 0.02)
