@@ -44,7 +44,7 @@ def read_files(trajectories: str) -> list[dict[str, Trajectory]]:
         paths = [trajectories]
     if any("=" in path and not os.path.exists(path) for path in paths):
         raise UserError(f"--trajectories {trajectories}: all are paired; leave out shares")
-    return [read_episodes(path) for path in paths]
+    return list(map(read_episodes, paths))
 
 
 def read_demonstrations(config, model, tokenizer) -> tuple[list, list]:

@@ -72,7 +72,7 @@ class Chat:
 
     def prompt(self, messages: list[dict]) -> list[int]:
         """Return the ids of the first prompt. The last message is the user's."""
-        shown = [dict(message) for message in messages]
+        shown = list(map(dict, messages))
         introduction = self._tools_text
         if self._folds_system and shown[0]["role"] == "system":
             introduction = [shown.pop(0)["content"], *introduction]
@@ -287,7 +287,7 @@ class Template:
                     raise ValueError(f"names must be text without control tokens, got {name!r:.60}")
             return {name: self.clean(item) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self.clean(item) for item in value]
+            return list(map(self.clean, value))
         if not isinstance(value, str):
             return value
         text = without_surrogates(value).replace(BEGIN, "").replace(END, "")

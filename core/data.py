@@ -61,7 +61,7 @@ def json_value(value):
     if isinstance(value, dict):
         return {without_surrogates(str(key)): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [json_value(item) for item in value]
+        return list(map(json_value, value))
     if isinstance(value, str):
         return without_surrogates(value)
     value = value.item() if hasattr(value, "item") else value
@@ -325,7 +325,7 @@ def per_token(per_turn, mask):
     per_turn: B tensors (turns,). mask: (B, T). Raises ValueError if the turns do not match.
     """
     turns = turn_index(mask)  # (B, T)
-    lengths = [len(values) for values in per_turn]
+    lengths = list(map(len, per_turn))
     n_turns = (turns.max(1).values + 1).tolist()
     if lengths != n_turns:
         raise ValueError(f"values for {lengths} turns, but the mask has {n_turns}")

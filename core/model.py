@@ -287,7 +287,7 @@ def read_settings(folder: str, entries: dict) -> dict:
         if type(config["r"]) is not int or not (config["r"] > 0 and config["lora_alpha"] > 0):
             raise ValueError("lora_alpha and r must be above 0, and r a whole number")
         targets = config["target_modules"]
-        is_rule = isinstance(targets, str) or any(config.get(key) for key in PLACES)
+        is_rule = isinstance(targets, str) or any(map(config.get, PLACES))
         config["target_modules"] = list(map(str.strip, targets))
     path = Path(folder, TENSORS)
     with reading(path), safe_open(path, "pt") as file:

@@ -274,7 +274,7 @@ class Run:
         """Append rows to a log, one JSON object per line."""
         if self.writes:
             with open(self.folder / name, "a", encoding="utf-8", newline="\n") as file:
-                file.write("".join(to_json(row) for row in rows))
+                file.write("".join(map(to_json, rows)))
 
     def timing_of(self, line: dict, seconds: float) -> dict:
         """Return what a clock decides of a step."""

@@ -134,7 +134,7 @@ def options_of(config) -> dict:
     options = {"unsafe_code": True} if config.unsafe_code else {}
     if config.env_options:
         from envs.options import parse
-        classes = [load(name) for name in names_of(config.env)]
+        classes = list(map(load, names_of(config.env)))
         options.update(parse(config.env_options, config.env, classes))
     return options
 

@@ -80,7 +80,7 @@ def draw_case(number: int, level: int) -> Case:
             mean = case.costs[name] / years
             case.flows[name] = [round(mean * rng.uniform(1.1, 1.95)) for _ in range(years)]
             case.chances[name] = rng.choice(chances)
-        values = [case.value(name) for name in case.ranked()]
+        values = list(map(case.value, case.ranked()))
         if len(values) > 1 and values[0] > 0 and values[1] <= MAX_SECOND * values[0]:
             return case
 

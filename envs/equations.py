@@ -290,7 +290,7 @@ def parse_number(text: str) -> Fraction:
 
 def parse_side(text: str) -> tuple[Fraction, Fraction]:
     """Return (a, b) of a sum of terms such as "3x + 7", or raise ValueError."""
-    terms = [parse_term(term) for term in re.split(r"(?<=.)(?=[+-])", text.replace(" ", ""))]
+    terms = list(map(parse_term, re.split(r"(?<=.)(?=[+-])", text.replace(" ", ""))))
     coefficients, constants = zip(*terms)
     return sum(coefficients), sum(constants)
 

@@ -80,7 +80,7 @@ def _value(node: ast.expr) -> int | float:
             function = FUNCTIONS[name]
         case _:
             raise SyntaxError
-    values = [_value(operand) for operand in operands]
+    values = list(map(_value, operands))
     # 9**9**9 and round(1, -10**9) would take hours.
     if function in (operator.pow, round) and any(abs(value) > 1000 for value in values[1:]):
         raise OverflowError

@@ -120,7 +120,7 @@ class Session:
         turn = awaited(self._get("_expert()")())
         if isinstance(turn, str):
             return turn, []
-        return "", [check_call(call) for call in turn]
+        return "", list(map(check_call, turn))
 
     def place(self, member: str) -> str:
         """Return the words that name environment, member and task."""

@@ -114,7 +114,7 @@ def _tasks_of_environment(name, cls, split, n, seed) -> list[dict]:
             raise UserError(f"environment {name!r} makes no tasks of its own; give --tasks FILE")
         return [{}] * (n or 1000)
     with reading(f"environment {name!r}: _tasks({split!r}, {n}, {seed})"):
-        rows = [dict(row) for row in cls._tasks(split, n, seed)]
+        rows = list(map(dict, cls._tasks(split, n, seed)))
         # What JSON cannot hold can be neither compared nor recorded.
         json_of(rows)
         if not rows:

@@ -16,7 +16,7 @@ def message_lines(messages: list[dict]) -> list[str]:
         calls = list(message.get("tool_calls") or [])
         if message["content"]:
             lines.append(f"{message['role'].capitalize()}: {message['content']}")
-    return [printable(line) for line in lines]
+    return list(map(printable, lines))
 
 
 def _call_text(call: dict) -> str:

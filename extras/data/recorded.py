@@ -189,7 +189,7 @@ def _read_message(message, chat, history):
     if thought and _split(text)[0].strip() == thought:
         thought = ""  # the text has it as well
     if calls or not is_assistant:
-        return thought, text, [check_call(call) for call in calls]
+        return thought, text, list(map(check_call, calls))
     # Only a thought ends at </think>. In an answer it is a word like others.
     is_answer = "</think>" in text and not _begins_with_thought(chat, thought, text)
     before = NO_THOUGHT if is_answer else ""

@@ -177,14 +177,14 @@ class JointLinear:
     def __init__(self, linears):
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        weights = [whole_weight(linear) for linear in linears]
+        weights = list(map(whole_weight, linears))
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
         self.packs = self.weight.dtype == torch.bfloat16 and packs_bfloat16(self.weight.device)
         if self.packs:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             free_merged(linears)
             return
-        for weight, view in zip(weights, self.weight.split([len(weight) for weight in weights])):
+        for weight, view in zip(weights, self.weight.split(list(map(len, weights)))):
             weight.data = view
 
     def __call__(self, x):

@@ -19,7 +19,7 @@ def forwarded_tokens(order: list, batch_size: int) -> int:
     tokens = 0
     for start in range(0, len(order), batch_size):
         batch = order[start:start + batch_size]
-        shared = len(os.path.commonprefix([data.prompt_of(t) for t in batch]))
+        shared = len(os.path.commonprefix(list(map(data.prompt_of, batch))))
         width = max(len(t.token_ids) for t in batch)
         tokens += shared + len(batch) * (width - shared)
     return tokens

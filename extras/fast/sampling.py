@@ -17,7 +17,7 @@ def sample(logits, uniforms, forced, temperature: float = 1.0, top_k: int = 0, t
     if logits.is_cpu and len(logits) > at_once:
         pieces = zip(logits.split(at_once), uniforms.split(at_once), forced.split(at_once))
         drawn = [sample(*piece, temperature, top_k, top_p) for piece in pieces]
-        return [torch.cat(column) for column in zip(*drawn)]
+        return list(map(torch.cat, zip(*drawn)))
     if top_k or top_p < 1:
         z = logits.float()
         if temperature not in (0, 1):

@@ -65,7 +65,7 @@ def final_answer(t) -> str:
 def references_of(t) -> list[str]:
     """Return what the task's column "answer" or "solution" accepts: it, and each item of a list."""
     task = t.info["task"]
-    return [marked(text) for text in alternatives(task.get("answer", task.get("solution")))]
+    return list(map(marked, alternatives(task.get("answer", task.get("solution")))))
 
 
 def marked(text: str, is_cut: bool = False) -> str:

@@ -42,7 +42,7 @@ def as_trl(episodes: list, name: str, function) -> dict:
             completions.append("\n".join(t.messages[turn]["content"] for turn in turns))
         else:
             prompts.append(t.messages[:turns[0]])
-            completions.append([trl_message(message) for message in t.messages[turns[0]:]])
+            completions.append(list(map(trl_message, t.messages[turns[0]:])))
 
     def log_metric(name, value):
         for t in trajectories:

@@ -191,5 +191,5 @@ def _read_assert(node: ast.expr, names: set[str]) -> tuple[list, object]:
     match call:
         case ast.Call(ast.Name(name), arguments, []) if name in names:
             encode(wanted)
-            return [ast.literal_eval(argument) for argument in arguments], wanted
+            return list(map(ast.literal_eval, arguments)), wanted
     raise ValueError("no call of the function")

@@ -81,7 +81,7 @@ def info(source: str) -> str:
         text = read_text(template)
         tools = "with" if "tools" in text else "without"
         lines["template"] = f"{len(text):,} characters, {tools} tools"
-    weights = sum(math.prod(shape) for shape in folder.shapes.values())
+    weights = sum(map(math.prod, folder.shapes.values()))
     sizes = {file.name: file.stat().st_size / 2**20 for file in folder.path.glob("*.*")}
     files = ", ".join(f"{name} {size:,.1f} MiB" for name, size in sizes.items() if size >= 0.1)
     lines["sizes"] = f"{weights:,} parameters; {files}"

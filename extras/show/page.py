@@ -83,7 +83,7 @@ def write_html(*names):
     That of one run is RUN/report.html, that of several compare.html in the first of their folders.
     Raises UserError, or OSError if it cannot be written.
     """
-    paths = [Path(name) for name in names]
+    paths = list(map(Path, names))
     first = paths[0]
     output = first / "report.html" if first.is_dir() else first.with_suffix(".html")
     if len(paths) > 1:

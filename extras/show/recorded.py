@@ -68,7 +68,7 @@ class Reader:
         ids, mask = row["token_ids"], row["loss_mask"]
         trained = [t for t, m in enumerate(mask) if m]
         sampled = np.array([row["logprobs"][t] for t in trained], np.float32)
-        columns = {name: [unpacked(text) for text in recorded[name]]
+        columns = {name: list(map(unpacked, recorded[name]))
                    for name in COLUMNS if name in recorded}
         if "new" in columns and not sampled.any():
             # Nobody sampled a demonstration: its probabilities are the policy's.
