@@ -253,9 +253,8 @@ def rollout(model, tokenizer, env_name: str, tasks: list[dict], group_size: int 
         tasks: the arguments of `reset`; where env_name is several, "env" says which.
         env_options: what `envs.options_of` returns.
         engine: what samples (core/engine.py), or a function of what `make_engine` takes.
-        agent: who plays an episode: a class with the arguments of `Episode` and its trajectory,
-            calling, next_ids, turn_budget, max_turns, can_take_turn, take_turn, take_results,
-            leave and spoil.
+        agent: who plays an episode: a class with `Episode`'s arguments, trajectory, calling,
+            next_ids, turn_budget, max_turns, can_take_turn, take_turn, take_results, leave, spoil.
         pay: a function that sets the rewards of all these agents, after their episodes.
         run: a `Run`. Its ranks share the tasks and get all episodes. `run.check` may end it.
     """

@@ -240,4 +240,4 @@ def write_pairs(run, learned, held_out):
             "held_out": i >= len(learned),
         })
     path = run.folder / "preference_pairs.json"
-    run.ranks.first(lambda: path.write_text(to_json(rows, indent=1)))
+    run.ranks.first(lambda: path.write_text(to_json(rows, indent=1), "utf-8"))

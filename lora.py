@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from core.logprobs import dithered
-from core.model import (ADAPTER, DTYPES, Facts, Settings, base_of, facts, is_adapter,
-                        load_weights, newest, read_model, read_settings, read_tokenizer, settings,
-                        switch_dropout_off)
+from core.model import (ADAPTER, DTYPES, Facts, Settings, base_of, choose_device, facts,
+                        is_adapter, load_weights, newest, read_model, read_settings,
+                        read_tokenizer, settings, switch_dropout_off)
 from core.packing import allow_packing
 
 
@@ -317,7 +317,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
             is trained further. 0 trains all weights, into which it is merged first.
         lora_alpha, lora_dropout, lora_target_modules: see `add_lora`. None means twice the rank.
         dtype: of the frozen weights and of the arithmetic. What trains is float32.
-        device: None takes a GPU of CUDA, else the CPU.
+        device: None takes a GPU of CUDA, else a Mac's (MPS), else the CPU.
         seed: of the adapter and of the tiny model.
         merge: True merges an adapter for good, False keeps it beside. None merges it unless it is
             trained further.
@@ -325,7 +325,7 @@ def load_model(path: str, *, lora_r: int = 0, lora_alpha: float | None = None,
         kind: the class of the adapters.
     """
     path = newest(path)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = choose_device(device)
     if train and not lora_r and dtype.endswith("16"):
         raise UserError("--dtype is for weights that stay as they are; "
                         "give --lora_r, e.g. 16, or --dtype float32")

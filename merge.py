@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from core.config import UserError  # before torch: sets how its threads wait
+from core.config import UserError, check_installation  # before torch: sets how its threads wait
 from core.data import read_json
 from core.model import DTYPES, facts, read_tokenizer, share_weights
 from layers import load_model
@@ -68,7 +68,8 @@ def edit(path: Path, change, *arguments):
     before = read_json(path)
     after = change(before, *arguments)
     if after != before:
-        path.write_text(json.dumps(after, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        text = json.dumps(after, indent=2, sort_keys=True, ensure_ascii=False)
+        path.write_text(text + "\n", "utf-8")
 
 
 def words_of(tokenizer) -> tuple:
@@ -128,6 +129,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     args = parser.parse_args(words)
     try:
+        check_installation()
         # The folder may hold the adapter's base, and the adapter would be applied twice.
         if os.path.lexists(args.folder) and os.listdir(args.folder):
             raise UserError(f"{args.folder}: is not empty; give a new folder")

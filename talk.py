@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import UserError, auto, flag
+from core.config import DEVICES, UserError, auto, flag
 
 import agent
 import envs
@@ -38,6 +38,7 @@ class Config(PlayFlags):
     output: str | None = flag(None, "with --num_tasks: write the episodes to this new .jsonl")
     temperature: float | None = auto(1.0, "of sampling; 0: the likeliest token", above=None, low=0)
     dtype: str = flag("auto", "of the weights; auto: the run's, or as stored", choices=DTYPES)
+    device: str | None = flag(None, "default: cuda, else mps (a Mac's), else cpu", choices=DEVICES)
     seed: int = flag(0, "of tasks and sampling", low=0)
 
 
@@ -46,7 +47,8 @@ def command(config: Config):
     config = as_the_run(config)
     if config.output and Path(config.output).exists():
         raise UserError(f"--output {config.output}: there is a file of this name")
-    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False)
+    model, tokenizer = load_model(config.model_path, dtype=config.dtype, device=config.device,
+                                  train=False)
     env_name = config.env or "envs.prompts:Prompts"
     play = partial(rollout, model, tokenizer, env_name, **rollout_options(config))
     if not (config.env and config.num_tasks):

@@ -15,12 +15,14 @@ from collections import ChainMap
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, singledispatch
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 from tqdm import tqdm
 
 ONCE = ("overwrite", "resume", "unsafe_code")  # permissions for one call, which no file gives
+DEVICES = ("cuda", "mps", "cpu")
 CODE = ("env", "rewards")  # may name files of code, which a config file does not choose
 KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "text"),
          bool: ("false", "true or false")}
@@ -199,6 +201,7 @@ class ModelFlags:
     lora_target_modules: str = flag("all-linear", "names of adapted Linears, separated by commas")
     dtype: str | None = auto("float32", "dtype of the frozen weights; auto: as they are stored",
                              choices=("float32", "bfloat16", "float16", "auto"))
+    device: str | None = flag(None, "default: cuda, else mps (a Mac's), else cpu", choices=DEVICES)
 
 
 @dataclass(kw_only=True)
@@ -334,6 +337,21 @@ def nearest(name, known, prefix="", otherwise="--help lists them"):
 
 
 # ---------------------------------------------------------------------------------------- a program
+def check_installation():
+    """Raise UserError if this version of Python or of a package is not supported."""
+    if sys.version_info < (3, 11):
+        raise UserError(f"this is Python {sys.version.split()[0]}; 3.11 or later is needed")
+    from packaging.requirements import Requirement
+    path = Path(__file__).parents[1] / "requirements.txt"
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        needed = Requirement(line)
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(needed.name)
+            if not needed.specifier.contains(version, prereleases=True):
+                raise UserError(f"{needed.name} {version} is installed, and {needed} is needed; "
+                                "pip install -r requirements.txt")
+
+
 def main(config_class, train, doc, parse=parse):
     """Run `train` with the config of the command line.
 
@@ -343,6 +361,7 @@ def main(config_class, train, doc, parse=parse):
     """
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
+        check_installation()
         with ExitStack() as around:
             for context in AROUND:
                 around.enter_context(context())

@@ -212,8 +212,10 @@ class Engine:
         for row in rows:
             uniforms += row.uniforms(1)
             forced += row.forced[:1] or [-1]
-        uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
-        ids, logprobs = self.draw(logits, uniforms, torch.tensor(forced, device=self.device))
+        # A Mac's GPU has no float64, in which the sums are taken.
+        device = "cpu" if self.device.type == "mps" else self.device
+        uniforms = torch.tensor(uniforms, dtype=torch.float64, device=device)
+        ids, logprobs = self.draw(logits.to(device), uniforms, torch.tensor(forced, device=device))
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist()):
             self.take(row, token, logprob)
 

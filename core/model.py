@@ -119,6 +119,15 @@ def is_tiny(model_path: str) -> bool:
 
 
 # --------------------------------------------------------------------------------- reading a model
+def choose_device(name: str | None = None):
+    """Return the device of this name, or the first that is there of CUDA's, a Mac's and the CPU."""
+    gpus = {"cuda": torch.cuda, "mps": torch.backends.mps}
+    there = [kind for kind, backend in gpus.items() if backend.is_available()]
+    if name in gpus and name not in there:
+        raise UserError(f"--device {name}: torch finds none, but {', '.join([*there, 'cpu'])}")
+    return torch.device(name or [*there, "cpu"][0])
+
+
 def from_pretrained(source: str, config, dtype, device, kind=None):
     """Read a model by the class `kind`, or AutoModelForCausalLM. No weights may be missing."""
     from transformers import AutoModelForCausalLM
@@ -227,7 +236,7 @@ def save_adapter(model, folder):
               "fan_in_fan_out": False, "modules_to_save": None,
               "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,
               **settings(model).peft}
-    (folder / ADAPTER).write_text(json.dumps(config, indent=2))
+    (folder / ADAPTER).write_text(json.dumps(config, indent=2), "utf-8")
 
 
 def load_weights(model, folder: str):

@@ -15,13 +15,14 @@ Line k of metrics.jsonl is of step k; its eval/... are of the policy before that
 killed loses what came after its last checkpoint. Layers override the methods that are named here.
 """
 import json
+import math
 import os
 import re
-import resource
 import shutil
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -429,12 +430,15 @@ def headline(metrics: dict) -> str:
 
 
 def peak_memory_mb() -> float:
-    """Return the peak in MiB: what torch allocated on the GPU, else the resident set."""
+    """Return the peak in MiB: of CUDA's memory, else of the resident set; NaN without a count."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
     status = Path("/proc/self/status")
-    if status.exists() and (peak := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+    if status.exists() and (peak := re.search(r"VmHWM:\s+(\d+) kB", status.read_text("utf-8"))):
         return int(peak[1]) / 2**10
-    # ru_maxrss comes second because it starts from the peak of the process that forked this one.
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    with suppress(ModuleNotFoundError):
+        import resource  # Windows has none
+        # It comes second because it starts from the peak of the process that forked this one.
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return math.nan

@@ -3,12 +3,14 @@
     with cuda() as device:
         grpo.train(...)
 
+With mps() it plays the GPU of a Mac, of which torch knows less: no streams, no graphs, no pinned memory and no float64.
 A tensor is on the device if its storage is marked. The device's work is done at once, but a copy on a side stream as late as
 CUDA may do it: when another stream waits for that one. Violations:
 
     mix      a tensor of the device meets one of the host
     race     the host writes what a copy that nobody has waited for still reads, or reads what it still writes
     capture  a wait, or the host's memory, inside a CUDA graph
+    float64  a tensor of it on a Mac's device
 """
 import contextlib
 import traceback
@@ -25,7 +27,7 @@ from bench.budget import kind_of
 from bench.gpu_norms import norms_as_on_a_gpu
 
 aten = torch.ops.aten
-GPU = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)  # or that of a Mac, while mps() is open
 # They take indices from the host, too, for which they wait.
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor}
 # The host has to know their result. Inference mode does not take item and where apart.
@@ -48,6 +50,8 @@ def on_gpu(tensor) -> bool:
 def mark(tree, is_fake=True):
     """Say of new tensors where they are."""
     for tensor in plain(tree):
+        if is_fake and GPU.type == "mps" and tensor.dtype in (torch.float64, torch.complex128):
+            raise Violation(f"float64: a tensor of {tuple(tensor.shape)} at {place()}")
         storage(tensor).is_fake = is_fake
     return tree
 
@@ -57,8 +61,8 @@ def plain(tree) -> list:
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
 
 
-def is_cuda(device) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
+def is_gpu(device) -> bool:
+    return device is not None and torch.device(device).type == GPU.type
 
 
 def place() -> str:
@@ -173,8 +177,10 @@ class Functions(TorchFunctionMode):
             return self.make(func, args, kwargs)
         if func == T.device.__get__:
             return GPU if on_gpu(tensor) else func(*args)
-        if func in (T.is_cuda.__get__, T.is_cpu.__get__):
-            return on_gpu(tensor) == (func == T.is_cuda.__get__)
+        if func == T.is_cpu.__get__:
+            return not on_gpu(tensor)
+        if func in (T.is_cuda.__get__, T.is_mps.__get__):
+            return on_gpu(tensor) and (func == T.is_cuda.__get__) == (GPU.type == "cuda")
         if func is T.cuda or func is T.cpu:
             return self.move(tensor, GPU if func is T.cuda else torch.device("cpu"))
         if func is T.to:
@@ -202,7 +208,7 @@ class Functions(TorchFunctionMode):
     def make(self, func, args, kwargs):
         """Call a function, perhaps with a device that its result shall be on."""
         device, pin = kwargs.get("device"), kwargs.pop("pin_memory", False)
-        if not is_cuda(device) or func is torch.device:
+        if not is_gpu(device) or func is torch.device:
             out = func(*args, **kwargs)
             if pin:
                 storage(out).is_locked = True
@@ -224,7 +230,7 @@ class Functions(TorchFunctionMode):
         return self.move(tensor, device and torch.device(device), dtype, non_blocking, copy)
 
     def move(self, tensor, device, dtype=None, non_blocking=False, copy=False):
-        if device is None or device.type == "meta" or is_cuda(device) == on_gpu(tensor):
+        if device is None or device.type == "meta" or is_gpu(device) == on_gpu(tensor):
             words = {"device": device} if device and device.type == "meta" else {}
             return torch.Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy, **words)
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -243,7 +249,7 @@ class Functions(TorchFunctionMode):
 
 def moved(tensor, device, non_blocking=False):
     with torch.no_grad():
-        return mark(torch.empty_like(tensor), is_cuda(device)).copy_(tensor, non_blocking)
+        return mark(torch.empty_like(tensor), is_gpu(device)).copy_(tensor, non_blocking)
 
 
 class Moved(torch.autograd.Function):
@@ -344,6 +350,26 @@ def cuda(bfloat16=True, free=2**32):
         stack.enter_context(mock.patch.object(torch.accelerator, "current_accelerator", lambda *_, **__: None))
         stack.enter_context(mock.patch.object(DefaultDeviceType, "get_device_type", staticmethod(lambda: "cuda")))
         stack.enter_context(norms_as_on_a_gpu())
+        stack.enter_context(device)
+        stack.enter_context(Functions(device))
+        yield device
+    if device.violations:
+        raise Violation(device.violations[0])
+
+
+@contextlib.contextmanager
+def mps():
+    """Let torch have the GPU of a Mac inside the block, as `cuda` does."""
+    device = Device()
+    random = torch.zeros(16, dtype=torch.uint8)
+    functions = {"get_rng_state": lambda *_: random, "set_rng_state": lambda *_: None, "current_allocated_memory": lambda: 0}
+    with contextlib.ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(mock.patch.object(torch.mps, name, function))
+        stack.enter_context(mock.patch.object(torch.backends.mps, "is_available", lambda: True))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_accelerator", lambda *_, **__: None))
+        stack.enter_context(mock.patch.object(DefaultDeviceType, "get_device_type", staticmethod(lambda: "mps")))
+        stack.enter_context(mock.patch.dict(globals(), GPU=torch.device("mps", 0)))
         stack.enter_context(device)
         stack.enter_context(Functions(device))
         yield device

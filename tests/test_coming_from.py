@@ -50,7 +50,7 @@ TYPED = [
     # mini-agentic-rl
     ("sft --model_path Qwen/Qwen2.5-0.5B --num_epochs 2 --output_dir ./outputs/Qwen2.5-0.5B/sft", None), ("grpo --max_samples 5 --samples_per_prompt 2 --max_new_tokens 128 --total_epochs 1", None),
     ("grpo --max_train_samples 512 --max_eval_samples 128", ["--max_samples?", "--eval_tasks?"]), ("agent --model_path outputs/best --split test --max_samples 200", ["--num_tasks?"]),
-    ("grpo --use_lora --require_tool_call --save_each_epoch", ["--lora_r?", "tool_used", "--save_every"]), ("grpo --train_split train --eval_split test", ["held-out"]), ("grpo --device mps", ["torch finds one"]),
+    ("grpo --use_lora --require_tool_call --save_each_epoch", ["--lora_r?", "tool_used", "--save_every"]), ("grpo --train_split train --eval_split test", ["held-out"]), ("grpo --device mps", None), ("grpo --use_cpu", ["--device"]),
     # retrain
     ("grpo mini.toml --seed 42 --max-steps 40 --wandb-project my-project", ["YAML", "--config mini.toml"]), ("grpo --wandb-project my-project", ["--report_to"]),
     ("grpo --advantage_mode grpo --transform_mode none", ["--credit?", "--loss and --credit"]), ("grpo --adapter_path adapters/mini --log_dir logs/mini", ["--output_dir"]), ("grpo --backend local", ["--sampler"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core import check_installation
+from core.config import UserError, check_installation
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -23,7 +23,7 @@ def python(*words, cwd, **variables):
 def test_another_version_is_refused_in_one_line(monkeypatch, name, version):
     installed = metadata.version
     monkeypatch.setattr(metadata, "version", lambda package: version if package == name else installed(package))
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(UserError) as end:
         check_installation()
     assert str(end.value).startswith(f"{name} {version} is installed, and {name}") and "\n" not in str(end.value)
     assert str(end.value).endswith("is needed; pip install -r requirements.txt")
@@ -36,27 +36,30 @@ def test_a_missing_package_is_not_this_checks_affair(monkeypatch):
     check_installation()
 
 
-def test_windows_and_an_old_python_are_refused_in_one_line(monkeypatch):
+def test_an_old_python_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
-    with pytest.raises(SystemExit, match="3.11 or later is needed"):
-        check_installation()
-    monkeypatch.setattr("core.os.name", "nt")
-    with pytest.raises(SystemExit, match="WSL2"):
+    with pytest.raises(UserError, match="3.11 or later is needed"):
         check_installation()
     assert PYPROJECT["project"]["requires-python"] == ">=3.11"
 
 
-def test_a_program_and_an_import_end_in_that_line_before_what_windows_lacks(tmp_path):
-    """A transformers of a version that nobody has, found before the real one."""
+def test_a_program_ends_in_that_line_and_an_import_does_not(tmp_path):
+    """sys.exit in an import would end a notebook. A transformers of a version that nobody has is found before the real one."""
     (tmp_path / "transformers-4.57.1.dist-info").mkdir()
     (tmp_path / "transformers-4.57.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.1\n")
-    for module in ("torch", "fcntl"):
-        # Neither is needed for the line.
-        (tmp_path / f"{module}.py").write_text("")
-    for words in (["-m", "core.config"], ["-c", "import envs"]):
-        code, out, errors = python(*words, cwd=ROOT, PYTHONPATH=str(tmp_path))
-        assert code == 1 and not out
-        assert errors == "transformers 4.57.1 is installed, and transformers<6,>=5.23 is needed; pip install -r requirements.txt\n"
+    (tmp_path / "toy.py").write_text("from core.config import main\nmain(None, None, None)\n")
+    assert python("-c", "import core.config, envs", cwd=ROOT, PYTHONPATH=str(tmp_path)) == (0, "", "")
+    code, out, errors = python(str(tmp_path / "toy.py"), cwd=ROOT, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (code, out) == (2, "")
+    assert errors == "toy.py: transformers 4.57.1 is installed, and transformers<6,>=5.23 is needed; pip install -r requirements.txt\n"
+
+
+def test_no_import_ends_the_process():
+    old_names = {"check.py", "play.py"}  # of two commands in envs/: they say the new one
+    for path in [*ROOT.glob("*.py"), *(path for room in ("core", "envs", "extras") for path in (ROOT / room).rglob("*.py"))]:
+        lines = path.read_text("utf-8").splitlines()
+        if path.parent != ROOT / "envs" or path.name not in old_names:
+            assert not [line for line in lines if line.startswith(("sys.exit", "exit(", "quit(", "raise SystemExit", "check_installation()"))], path
 
 
 @pytest.mark.slow

@@ -16,6 +16,9 @@ def replace_lines(path, lines):
 
 def sync(path):
     """Flush a file or folder to the disk, so that it survives a power cut."""
+    if os.name == "nt":
+        # Windows opens no folder, and flushes no file that is open to be read.
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,10 +2,10 @@
 
 Nothing is removed: a run that is overwritten, or a checkpoint that is in the way, is renamed.
 """
-import fcntl
 import os
 import re
 from collections import Counter
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -13,6 +13,9 @@ from core.config import UserError
 from core.run import CONFIG, LOGS, algorithm_of
 from extras.exact.files import paths_in, replace_lines
 
+fcntl = None  # Windows has none: there two runs in one folder are not kept apart
+with suppress(ModuleNotFoundError):
+    import fcntl
 EPISODE_BYTES = 2**28  # of trajectories.jsonl, which is thinned when it has become larger
 NAMES = (CONFIG, *LOGS, "result.json", "checkpoints", "base")
 
@@ -41,10 +44,12 @@ def lock(folder):
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = open(folder / ".lock", "a+")
+        handle = open(folder / ".lock", "a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot write there ({error.strerror}); "
                         "give another --output_dir") from None
+    if not fcntl:
+        return handle
     try:
         # It belongs to the process: a notebook's earlier run does not hinder the next.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

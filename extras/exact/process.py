@@ -13,8 +13,9 @@ from core.config import Printable, first_line
 from extras.stop import Stop
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# SIGINT is Ctrl-C, SIGHUP a closed terminal.
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# SIGINT is Ctrl-C, SIGHUP a closed terminal, which Windows does not have.
+SIGHUP = getattr(signal, "SIGHUP", None)
+HANDLED = [signal.SIGINT, signal.SIGTERM, *([SIGHUP] if SIGHUP else [])]
 NOTICE = b"\nstopping where nothing is lost; a second signal stops at once\n"
 
 
@@ -39,7 +40,7 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             for signum in HANDLED:
                 # Under nohup SIGHUP is ignored, and so it stays.
-                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                if signum != SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
                     self.previous[signum] = signal.signal(signum, self.handle)
         self.print_unraisable, sys.unraisablehook = sys.unraisablehook, self.send_again
         return self

@@ -3,6 +3,7 @@ from functools import wraps
 
 import torch
 
+from core.model import choose_device
 from extras.fast.attention import causal_attention
 from extras.fast.processor import USED, bound_primitives
 
@@ -20,7 +21,7 @@ def faster(load_model):
 
 def prepared_device(name: str | None, train: bool):
     """Return the device, after the switches that it needs before its first product."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = choose_device(name)
     if device.type == "cuda":
         if device.index is not None:
             # The streams that copies and graphs ask for are those of the current device.

@@ -12,7 +12,7 @@ import torch
 
 from core.config import read_yaml
 from core.data import read_json
-from core.model import base_of, is_adapter, newest
+from core.model import base_of, choose_device, is_adapter, newest
 from core.run import CONFIG
 
 # What this layer does. Taken out one by one, bench/layers.py measures what each is worth.
@@ -26,7 +26,10 @@ def best_dtype(config):
     """float32; of the frozen weights of LoRA bfloat16 where a product in it is measured faster"""
     if not config.lora_r:
         return "float32"
-    if torch.cuda.is_available():
+    device = choose_device(getattr(config, "device", None)).type
+    if device == "mps":
+        return "float32"
+    if device == "cuda":
         # Before Ampere GPUs only emulate bfloat16.
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
         return "bfloat16" if supported else "float16"
@@ -98,7 +101,7 @@ def shape_of(path: str):
 def free_memory() -> float:
     """Return the bytes that this machine has free, infinity where it does not say."""
     info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")),
                 torch.inf)
 
@@ -106,7 +109,7 @@ def free_memory() -> float:
 def has_units() -> bool:
     """True if the processor has instructions for bfloat16."""
     info = Path("/proc/cpuinfo")
-    words = info.read_text().split() if info.exists() else []
+    words = info.read_text("utf-8").split() if info.exists() else []
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
 
 
@@ -123,5 +126,5 @@ def give_back_memory():
 
     glibc would keep it, and the peaks of rollout and update would add up.
     """
-    with suppress(AttributeError):  # another C library
+    with suppress(AttributeError, TypeError):  # another C library, and that of Windows
         ctypes.CDLL(None).malloc_trim(0)

@@ -26,7 +26,7 @@ from functools import wraps
 import torch
 
 from core.config import UserError, flag
-from core.model import facts, is_adapter, newest, read_settings
+from core.model import choose_device, facts, is_adapter, newest, read_settings
 from extras.memory.adapter import kind_of
 from extras.memory.pointwise import install
 from extras.memory.reading import Reader
@@ -66,6 +66,9 @@ def lean(load_model):
             raise UserError(
                 "--load_in_4bit and --memory 4bit, small and stream are for weights that stay as "
                 "they are; give --lora_r, e.g. 16, or --memory checkpoint")
+        if chosen.frozen_base and choose_device(options.get("device")).type == "mps":
+            raise UserError("--load_in_4bit and --memory 4bit, small and stream are not written "
+                            "for a Mac's GPU; give --memory checkpoint, or --device cpu")
         path = newest(path)
         quantized = ""
         if is_adapter(path):

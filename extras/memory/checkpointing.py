@@ -106,7 +106,11 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx, run, requires_grad, *inputs):
         ctx.run = run
         ctx.random = torch.get_rng_state()
-        ctx.gpus, ctx.cuda_random = get_device_states(inputs[0])
+        ctx.is_mps = inputs[0].device.type == "mps"
+        if ctx.is_mps:  # whose module of torch has no devices to choose from
+            ctx.gpus, ctx.gpu_random = [], torch.mps.get_rng_state()
+        else:
+            ctx.gpus, ctx.gpu_random = get_device_states(inputs[0])
         ctx.save_for_backward(*inputs)
         return run(*inputs)
 
@@ -116,8 +120,14 @@ class _Recompute(torch.autograd.Function):
         with torch.random.fork_rng(ctx.gpus), torch.enable_grad():
             # Dropout draws the masks of the forward pass again.
             torch.set_rng_state(ctx.random)
-            set_device_states(ctx.gpus, ctx.cuda_random)
+            if ctx.is_mps:
+                after = torch.mps.get_rng_state()
+                torch.mps.set_rng_state(ctx.gpu_random)
+            else:
+                set_device_states(ctx.gpus, ctx.gpu_random)
             out = ctx.run(*inputs)
+        if ctx.is_mps:
+            torch.mps.set_rng_state(after)
         # Attention weights, which Bamba's layers return beside it, have no part in the loss.
         torch.autograd.backward(out[0] if isinstance(out, tuple) else out, grad)
         return None, None, *(x.grad for x in inputs)

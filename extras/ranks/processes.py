@@ -77,7 +77,7 @@ class Ranks(OneProcess):
         # Left to the end of the process, the threads of gloo would now and then abort it.
         atexit.register(dist.destroy_process_group)
         if rank:  # what rank 0 prints is enough
-            sys.stdout = open(os.devnull, "w")
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
     def share(self, n: int) -> range:
         return range(n * self.rank // self.world, n * (self.rank + 1) // self.world)

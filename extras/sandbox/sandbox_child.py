@@ -95,7 +95,7 @@ def confine(limits: dict, parent: int):
             value = min(value, hard)
         resource.setrlimit(kind, (value, value))
     # Where the machine's memory ends, the kernel kills this process and not the one that trains.
-    with open("/proc/self/oom_score_adj", "w") as file:
+    with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
         file.write("1000")
     # PR_SET_PDEATHSIG: this process dies with the thread that started it.
     checked(libc.prctl(1, 9), "prctl")

@@ -109,8 +109,8 @@ def load(config, load_model):
     """Load the model and print what it is. Return it and its tokenizer."""
     print(f"loading {config.model_path}", flush=True)
     # A server exchanges adapters: the one that it is started with stays beside its weights.
-    model, tokenizer = load_model(config.model_path, dtype=config.dtype, train=False,
-                                  merge=False if config.serve else None)
+    model, tokenizer = load_model(config.model_path, dtype=config.dtype, device=config.device,
+                                  train=False, merge=False if config.serve else None)
     print(f"{model.num_parameters() / 1e6:,.1f} million weights, {str(model.dtype)[6:]}, on "
           f"{model.device.type}")
     note_untrained(config)

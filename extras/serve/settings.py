@@ -120,7 +120,7 @@ def check_output(path: str):
         raise UserError(f"--output {path}: is no regular file")
     try:
         if not os.path.exists(path):
-            open(path, "x").close()
+            open(path, "x", encoding="utf-8").close()
             os.unlink(path)
     except OSError as error:
         raise UserError(f"--output {path}: {error.strerror}") from None
