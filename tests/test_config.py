@@ -285,7 +285,7 @@ def test_what_is_not_here_is_not_called_by_another_name(name):
 @pytest.mark.parametrize("module", [sft, grpo, dpo, distill, reward_weighted, agent_program])
 @pytest.mark.parametrize("name, words", [
     ("wandb", "--report_to tensorboard,wandb,trackio"), ("logging_steps", "every step"), ("lr_scheduler_type", "tenth of the steps"), ("warmup_ratio", "tenth of the steps"),
-    ("device", "CUDA_VISIBLE_DEVICES"), ("deepspeed", "torchrun"), ("push_to_hub", "lora.py push"), ("packing", "similar length"),
+    ("use_cpu", "--device cuda, mps or cpu"), ("deepspeed", "torchrun"), ("push_to_hub", "lora.py push"), ("packing", "similar length"),
     ("optim", "AdamW"), ("save_total_limit", "the last two"), ("trust_remote_code", "never run"), ("ref_model", "started from")])
 def test_a_flag_of_what_is_not_here_is_answered_with_a_sentence(module, name, words):
     for argv in ([f"--{name}", "x"], [f"--{name}=x"], [f"--{name.replace('_', '-')}"]):

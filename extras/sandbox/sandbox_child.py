@@ -16,7 +16,6 @@ Three layers, none of which needs root:
 """
 import marshal
 import os
-import resource
 import sys
 from _json import encode_basestring_ascii
 from struct import pack
@@ -85,9 +84,10 @@ def confine(limits: dict, parent: int):
             raise OSError(f"{what}: {os.strerror(error)}")
         return result
 
-    machine = os.uname().machine
+    machine = os.uname().machine if hasattr(os, "uname") else "another machine"
     if sys.platform != "linux" or machine not in MACHINES:
         raise OSError(f"neither Linux on x86_64 nor on aarch64, but {sys.platform} on {machine}")
+    import resource  # which Windows does not have
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(kind)
