@@ -522,8 +522,8 @@ def test_odd_results(monkeypatch, what, text):
 
 @pytest.mark.parametrize("most, cut", [(4000, True), (10**5, False)])
 def test_a_result_of_many_tokens_is_shown_whole_where_the_environment_says_so(monkeypatch, most, cut):
-    """An explorer's file of 9,000 characters lost its middle in every episode, whatever its `limits` said."""
-    page = "".join(f"line {i}\n" for i in range(1000))
+    """An explorer's file of 4,390 characters lost its middle in every episode, whatever its `limits` said."""
+    page = "".join(f"line {i}\n" for i in range(500))
     monkeypatch.setattr(Box, "give", lambda self, what: page)
     Box.give.__annotations__.update(what=str)
     Box.give.__doc__ = "Give.\n\nArgs:\n    what: its name"
@@ -995,7 +995,7 @@ def test_slots_and_the_tools_latency_change_no_token(monkeypatch, slots):
             patch.setattr(Box, "pay", slow)
             patch.setattr(facts(MODEL), "decode_rows", slots)
             Script(patch, [[[call("pay", amount=i)]] * (1 + i % 3) for i in range(10)])
-            return rollout(MODEL, TOKENIZER, "box", [{"word": w} for w in ("a", "b")], 5, limits=Limits(max_new_tokens=60, max_tokens=600))
+            return rollout(MODEL, TOKENIZER, "box", [{"word": w} for w in ("a", "b")], 5, limits=Limits(max_new_tokens=40, max_tokens=600))
     first = played(slots, 0)
     assert [t.token_ids for t in first] == [t.token_ids for t in played(64, 1)] and same(first, played(slots, 2))
 

@@ -124,7 +124,7 @@ def test_grpo_on_four_bits_trains_saves_reloads_and_merges(tmp_path):
     environment.write_text(ENVIRONMENT)
     result = grpo.train(grpo.Config(
         model_path=base, env=f"{environment}:Lottery", output_dir=str(tmp_path / "grpo"), tasks_per_step=2, group_size=3, max_steps=2, eval_tasks=0,
-        max_tokens=160, learning_rate=1e-2, kl_coef=0.1, memory="small"))
+        max_tokens=160, max_new_tokens=16, learning_rate=1e-2, kl_coef=0.1, memory="small"))
     assert result["steps"] == 2
     lines = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert all(abs(line["first_ratio"] - 1) < 1e-3 and line["sampler_gap"] < 1e-4 for line in lines)  # unmerged in both

@@ -27,7 +27,13 @@ def test_the_table_names_every_text_decoder_of_transformers_5_24():
     assert sorted(decoders.TABLE) == decoders.families()
 
 
-@pytest.mark.parametrize("family", decoders.TABLE)
+# Of those that run the ones that are used most, and every fourth of the others. A new version of transformers asks for all of them.
+KNOWN = "deepseek_v3 gemma3_text gemma4_text gpt2 gpt_oss granite lfm2 llama mamba2 mistral olmo2 phi3 qwen2 qwen3 qwen3_5 qwen3_moe qwen3_next smollm3".split()
+SELDOM = [family for family, verdict in decoders.TABLE.items() if verdict == "runs" and family not in KNOWN]
+SELDOM = set(SELDOM) - set(SELDOM[::4])
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow if family in SELDOM else ()) for family in decoders.TABLE])
 def test_what_runs_and_what_is_refused(family):
     """A row that changes with a new version of transformers: see what changed there, then change the row."""
     assert decoders.verdict(family) == decoders.TABLE[family]
