@@ -9,49 +9,42 @@
 Importing this package fills envs.files.ADAPTERS. Environments that were written for TRL and
 clients of OpenEnv need no adapter: the contract of envs/ is theirs.
 """
-from contextlib import contextmanager
-
 from core.config import UserError
 from envs.files import ADAPTERS
 
 
-@contextmanager
-def installed(package: str, name: str):
-    """Turn the ImportError of a package that is missing or too old into a UserError."""
-    try:
-        yield
-    except ImportError as error:
-        missing = (error.name or "").partition(".")[0]
-        hint = f"; pip install -U {package}" if missing == package else ""
-        raise UserError(f"environment '{package}:{name}': {error}{hint}") from None
+def adapter(package: str, find):
+    """Return make(name), which gives find() the name: find imports the package that it adapts."""
+    def make(name: str) -> type:
+        try:
+            make_class = find()
+        except ImportError as error:
+            missing = (error.name or "").partition(".")[0]
+            hint = f"; pip install -U {package}" if missing == package else ""
+            raise UserError(f"environment '{package}:{name}': {error}{hint}") from None
+        return make_class(name)
+    return make
 
 
-def gymnasium(name: str) -> type:
-    """Return the environment of a game of Gymnasium."""
-    with installed("gymnasium", name):
-        from extras.adapters.gymnasium_text import make
-    return make(name)
+def gymnasium():
+    from extras.adapters.gymnasium_text import make
+    return make
 
 
-def reasoning_gym(family: str) -> type:
-    """Return the environment of a task family of Reasoning Gym."""
-    with installed("reasoning_gym", family):
-        from extras.adapters.reasoning_gym_text import make
-    return make(family)
+def reasoning_gym():
+    from extras.adapters.reasoning_gym_text import make
+    return make
 
 
-def verifiers(name: str) -> type:
-    """Return the environment of a taskset of verifiers."""
-    with installed("verifiers", name):
-        from extras.adapters.verifiers_text import make
-    return make(name)
+def verifiers():
+    from extras.adapters.verifiers_text import make
+    return make
 
 
-def mcp(place: str) -> type:
-    """Return the environment of an MCP server, of which this is the command or the address."""
-    with installed("mcp", place):
-        from extras.adapters.mcp_text import make
-    return make(place)
+def mcp():
+    from extras.adapters.mcp_text import make
+    return make
 
 
-ADAPTERS.update(gymnasium=gymnasium, mcp=mcp, reasoning_gym=reasoning_gym, verifiers=verifiers)
+for find in (gymnasium, mcp, reasoning_gym, verifiers):
+    ADAPTERS[find.__name__] = adapter(find.__name__, find)
