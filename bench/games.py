@@ -214,11 +214,45 @@ def look_by(name, seed, price) -> tuple[list[float], list[float]]:
     return success, looks
 
 
-def credit(seed) -> dict:
-    """Learn to look by each credit that grpo.py has, where a look is free and where it costs 0.05.
+LUCK, LUCK_TURNS, LUCK_STEPS, LUCK_RATE = 0.6, 4, 120, 0.05
+LUCK_GROUPS = 2  # of a step
 
-    To look until the answer is shown is right in both: success 1 in place of 0.5 for at most three
-    looks.
+
+def good_turns_by(name, seed) -> float:
+    """Train the chance of a good turn in an easy and in a hard place. Returns it in the hard one.
+
+    A coin puts an episode into one of them. Of the good turns' share g it succeeds with chance
+    LUCK + (1 - LUCK) g in the easy place, and with (1 - LUCK) g in the hard one: there most
+    episodes fail, however good their turns are. Returned is the mean over the last half.
+    """
+    rng = random.Random(seed)
+    table = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.Adam([table], lr=LUCK_RATE)
+    in_the_hard_place = []
+    for _ in range(LUCK_STEPS):
+        chances = torch.sigmoid(table).tolist()
+        in_the_hard_place.append(chances[1])
+        episodes, good = [], []
+        for group in range(LUCK_GROUPS):
+            for _ in range(GROUP):
+                place = int(rng.random() < 0.5)
+                good.append([rng.random() < chances[place] for _ in range(LUCK_TURNS)])
+                chance = (1 - LUCK) * sum(good[-1]) / LUCK_TURNS + LUCK * (place == 0)
+                rewards = [0.0] * (LUCK_TURNS - 1) + [float(rng.random() < chance)]
+                episodes.append(Trajectory(rewards=rewards, group_id=group,
+                                           info={"states": [place] * LUCK_TURNS}))
+        advantages = grpo.CREDITS[name](episodes).view(-1, LUCK_TURNS)
+        logits = torch.stack([table[t.info["states"]] for t in episodes])  # (B, LUCK_TURNS)
+        logprobs = torch.where(torch.tensor(good), logsigmoid(logits), logsigmoid(-logits))
+        step(optimizer, loss_of("dapo", logprobs, advantages, torch.ones_like(logprobs)))
+    return mean_of_last(in_the_hard_place, LUCK_STEPS // 2)
+
+
+def credit(seed) -> dict:
+    """Learn to look by each credit that grpo.py has, and to do good turns in a hard place.
+
+    A look is free, or costs 0.05. To look until the answer is shown is right in both: success 1 in
+    place of 0.5 for at most three looks.
     """
     rows = {}
     for name in ("episode", "turn", "return", "process", "gigpo"):
@@ -227,6 +261,7 @@ def credit(seed) -> dict:
             priced, _ = look_by(name, seed, PRICES[1])
             rows[name] = {"success": mean_of_last(success), "looks": mean_of_last(looks),
                           "success at a price of 0.05": mean_of_last(priced),
+                          "good turns in the hard place": good_turns_by(name, seed),
                           "curve": thin(success), "looks curve": thin(looks)}
     return rows
 

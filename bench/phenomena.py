@@ -46,7 +46,7 @@ METRICS = ("success", "reward", "structure", "echo", "entropy", "clip_high", "sa
 FOUR_UPDATES = {"updates_per_step": 4, "kl_coef": 0.0}
 MODELS = {
     "credit_clues": ("clues", CLUES, {
-        name: {"credit": name} for name in ("episode", "process", "gigpo", "turn")}),
+        name: {"credit": name} for name in ("episode", "process", "gigpo")}),
     "engine_model": ("easy", "equations", {
         "float32": {}, "bfloat16": {"rollout": "bfloat16"}, "float8": {"rollout": "float8"},
         "float8, corrected": {"rollout": "float8", "importance_correction": 2.0}}),
@@ -268,7 +268,7 @@ TABLES = {
     "staleness_model": ("solved", "approx_kl", "clip_high"),
     "engine": ("reward", "gap", "outside gspo"),
     "engine_model": ("solved", "sampler_gap"),
-    "credit": ("success", "looks", "success at a price of 0.05"),
+    "credit": ("success", "looks", "success at a price of 0.05", "good turns in the hard place"),
     "credit_clues": ("success", "turns", "solved"),
     "credit_hard": ("success", "turns", "solved"),
     "credit_search": ("success", "turns", "solved"),
@@ -385,7 +385,9 @@ def draw_all(rows, folder):
 
 def settings() -> dict:
     """Return what the figures depend on."""
-    return {"script": constants("phenomena"), "toys": constants("toys"), "training": TRAINING}
+    return {**{script: constants(script) for script in ("phenomena", "toys", "games", "clues")},
+            "training": TRAINING, "bases": {name: row[1:] for name, row in BASES.items()},
+            "arms": {effect: arms for effect, (_, _, arms) in MODELS.items()}}
 
 
 def write(args, rows, target):
