@@ -16,16 +16,20 @@ The models have random weights. The parts, in the order of their value (bench/gp
     graphs    what the driver keeps for each CUDA graph
     update    tokens/s of forward and backward
     memory    what a step takes at every setting of --memory, as the README's table counts it
-    sampler   only if --parts names it: bench/sampler.py, where a vLLM on the last GPU samples for the first one
+    peers     only if --parts names it: bench/peers.py, a step here, in TRL + PEFT, in TRL with its fused LM head and in
+              Unsloth, in bfloat16 and 4 bits; its first lines say which wheels to carry (--wheels names their folder)
+    sampler   only if --parts names it: bench/sampler.py, where a vLLM samples, on the last of several GPUs or beside
+              the trainer on one, of whose memory it gets 0.4
 
 Every part is a process of its own with a time limit of its own. After each one bench/results/gpu_NAME.json is written
 (--results names another folder). What fails is written down with its traceback, the next part follows, and the exit
 status is 1 at the end. Without bitsandbytes the steps run with --memory checkpoint. The last line is the JSON.
 
-What --sampler gives on two GPUs, one of which samples, needs vLLM in an environment of its own, and minutes for its
-start. With random weights only the gap of log-probabilities, the waiting and the rounding can be measured. Nobody has
-run them yet:
+What --sampler gives, on two GPUs or on one, needs vLLM in an environment of its own (too large to be carried to a
+lent card), and minutes for its start. With random weights only the gap of log-probabilities, the waiting and the
+rounding can be measured. Nobody has run these yet, nor the peers:
 
+    python bench/gpu.py --shapes 0.5B --parts peers --minutes 5
     PATH=$PATH:VENV/bin python bench/gpu.py --shapes 0.5B --parts sampler --minutes 20
     python bench/sampler.py --vllm VENV --model_path MODEL
 """
@@ -48,18 +52,19 @@ from bench.gpu_parts import SHAPES, failure  # noqa: E402
 
 # part -> seconds that it may take
 LIMITS = {"machine": 120, "cap": 30, "families": 150, "correct": 120, "grpo": 150, "decode": 100, "trl": 200, "graphs": 60,
-          "update": 60, "memory": 200, "sampler": 900}
+          "update": 60, "memory": 200, "peers": 240, "sampler": 900}
 PARTS = tuple(LIMITS)[2:]
+ASKED_FOR = "peers", "sampler"  # parts that run only if --parts names them
 SETTINGS = "plain", "checkpoint", "4bit", "small", "stream"
 ENGINES = "engine", "generate", "generate_batch"
-SIZES = "cap", "rows", "tokens", "prompt", "length", "repeats"
+SIZES = "cap", "wheels", "rows", "tokens", "prompt", "length", "repeats"
 
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", help="of the result; default: the GPU's, or cpu")
     parser.add_argument("--shapes", nargs="+", default=["0.5B"], choices=SHAPES)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=[x for x in PARTS if x not in ASKED_FOR], choices=PARTS)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES[:2]), choices=ENGINES, help="of the part decode")
     parser.add_argument("--cap", type=int, default=3584, help="MiB that torch may reserve in the part grpo")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64], help="sequences decoded at once")
@@ -70,6 +75,7 @@ def arguments(argv=None):
     parser.add_argument("--minutes", type=float, default=9.5, help="after which no part begins, and the last one ends")
     parser.add_argument("--timeout", type=float, help="seconds for every part, in place of its own limit")
     parser.add_argument("--scratch", help="folder for the random models; default: the system's")
+    parser.add_argument("--wheels", default=str(ROOT / "wheels"), help="folder of wheels for the part peers")
     parser.add_argument("--results", default=str(ROOT / "bench" / "results"), help="folder of the result")
     args = parser.parse_args(argv)
     if not args.prompt < args.length or min(args.repeats, *args.rows) < 1 or args.tokens < 4:
@@ -211,7 +217,7 @@ def main(args) -> int:
                              run_part(args, "decode", folder, kind, facts.get("bandwidth")))
                     kept["engine / model.generate"] = speedups(decoded)
                 else:
-                    rest = [shape] if part in ("grpo", "trl") else []
+                    rest = [shape] if part in ("grpo", "trl", "peers") else []
                     keep(kept, part, f"{shape} {part}", run_part(args, part, folder, *rest))
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

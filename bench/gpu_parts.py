@@ -558,8 +558,27 @@ def trl(args, folder: str, shape: str) -> dict:
     return {**json.loads(lines[-1]), "lines": lines[:-1]}
 
 
+def peers(args, folder: str, shape: str) -> dict:
+    """Run bench/peers.py on this model: it skips what is not installed and says why, and ends within its minutes."""
+    sizes = (2, 2, 8) if shape.startswith("toy") else (8, 8, 128)
+    words = [str(word) for pair in zip(("--prompts", "--samples", "--tokens"), sizes) for word in pair]
+    done = subprocess.run([sys.executable, str(ROOT / "bench" / "peers.py"), "--model_path", folder, *words,
+                           "--wheels", args.wheels], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise RuntimeError(f"peers.py exits {done.returncode}: {done.stderr.strip()[-2000:]}")
+    result = json.loads(lines[-1])
+    args.keep(result)
+    # A peer that is missing is no failure of this part. One that fails is, and its lines say how.
+    if "step_seconds" not in result["rows"].get("ours bfloat16", {}):
+        raise RuntimeError("our own step was not measured: see rows")
+    return result
+
+
 def sampler(args, folder: str) -> dict:
     """Run bench/sampler.py on this model where a vLLM is on the PATH: four steps each with it and without.
+
+    With several GPUs the server has the last one. With one it has 0.4 of the memory, and the trainer the rest.
 
     The model is random: of interest are the gap of log-probabilities, the share of the time that the trainer waits, and
     what bfloat16 keeps of a small change of the adapter.
@@ -643,7 +662,7 @@ def main(call: str, path: str):
     args = SimpleNamespace(**json.loads(call))
     args.keep = lambda result: Path(path).write_text(json.dumps(result))
     functions = {"machine": machine, "cap": cap, "correct": correct, "grpo": grpo, "decode": decode, "trl": trl,
-                 "graphs": graphs, "update": update, "sampler": sampler, "families": families, "memory": memory}
+                 "graphs": graphs, "update": update, "peers": peers, "sampler": sampler, "families": families, "memory": memory}
     try:
         result = functions[args.part](args, *args.rest)
     except Exception as error:

@@ -60,11 +60,18 @@ class Launches(Bytes):
         name = func._schema.name.split("::")[1]
         # An operation that writes into an argument, with out=, is no view either.
         works = func._schema.is_mutable or kind_of(func) in ("new", "in place")
-        if self.on and works and name not in NO_KERNEL:
+        counts = self.on and works and name not in NO_KERNEL
+        if counts:
             launched = launches_of(name, args)
             self.ops[name] += launched
             self.places[f"{place()} {name}" if self.tracing else ""] += launched
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        if counts:
+            self.note(name, launched, (args, kwargs), results)
+        return results
+
+    def note(self, name: str, launched: int, inputs, results):
+        """Called for each operation that counts, in the order of the launches."""
 
     @property
     def kernels(self) -> int:
@@ -120,9 +127,10 @@ def update(model, optimizer, ids, mask):
     optimizer.zero_grad()
 
 
-def count(folder: str, memory: str, rows: int, tokens: int, prompt: int, tracing: bool = True, **options) -> Launches:
+def count(folder: str, memory: str, rows: int, tokens: int, prompt: int, tracing: bool = True,
+          counting=Launches, **options) -> Launches:
     """Return the launches of an update of these rows, of which all but the prompt is trained."""
-    with standing_for_a_gpu(), Launches(tracing) as launches:
+    with standing_for_a_gpu(), counting(tracing) as launches:
         model, _ = load_model(folder, lora_r=16, dtype="bfloat16", memory=memory, device="meta", **options)
         facts(model).shares_prefix = False  # there are no numbers to look at
         optimizer = adamw(model, lr=1e-5)

@@ -151,3 +151,42 @@ def test_exponents():
     for power in (0.0, 0.5, 1.0, 2.0):
         assert scale.exponent(sizes, [3 * x**power for x in sizes]) == pytest.approx(power, abs=1e-9)
     assert scale.exponent(sizes, [100 + x for x in sizes]) < 0.1
+
+
+# ------------------------------------------------------------------------------------------------------------ the peers
+def test_a_peer_that_is_missing_or_fails_is_skipped_with_its_reason(tmp_path, monkeypatch):
+    from bench import peers
+    args = peers.arguments(["--model_path", str(tmp_path), "--rounds", "1"])
+    assert peers.missing("ours") == [] and "peers" not in gpu.arguments([]).parts
+    monkeypatch.setitem(peers.PEERS, "liger", ["json", "no_such_package"])
+    assert peers.measure(args, str(tmp_path), "liger", "4bit", 9, []) == {"skipped": "not installed: no_such_package"}
+    (tmp_path / "no_such_package").mkdir()
+    assert peers.missing("liger", [tmp_path]) == []
+    failed = peers.measure(args, str(tmp_path / "no_model"), "ours", "bfloat16", 60, [])
+    assert failed["error"] == "exit status 1" and failed["steps"] == 0 and "no_model" in " ".join(failed["log"])
+    stopped = peers.measure(args, str(tmp_path), "trl", "bfloat16", 0, [])
+    assert stopped["error"].startswith("stopped after")
+
+
+def test_the_steps_of_peers_are_compared(tmp_path):
+    from bench import peers
+    steps = [{"step_seconds": s, "rollout_seconds": None, "reserved_mib": 100 * s} for s in (9.0, 3.0, 2.0, 4.0)]
+    row = peers.summary(steps)  # without the first step, with the last peak
+    assert row["step_seconds"] == 3.0 and row["reserved_mib"] == 400 and row["steps"] == 4 and row["rollout_seconds"] is None
+    rows = {"ours 4bit": {"step_seconds": 1.5, "reserved_mib": 100}, "unsloth 4bit": row, "trl 4bit": {"skipped": "not installed: trl"}}
+    assert peers.ratios(rows) == {"unsloth 4bit": {"time_ratio": 2.0, "memory_ratio": 0.25}}
+
+
+def test_the_part_of_the_peers_keeps_what_was_found(monkeypatch):
+    kept, args = [], gpu.arguments(TOY)
+    args.keep = kept.append
+
+    def run(words, **_):
+        assert words[1].endswith("bench/peers.py") and words[words.index("--samples") + 1] == "2"
+        return subprocess.CompletedProcess(words, 0, "a line\n" + json.dumps({"rows": rows}), "")
+    monkeypatch.setattr(gpu_parts.subprocess, "run", run)
+    rows = {"ours bfloat16": {"step_seconds": 1.0}, "unsloth 4bit": {"skipped": "not installed: unsloth"}}
+    assert gpu_parts.peers(args, "MODEL", "toy") == {"rows": rows} == kept[0]
+    rows = {"ours bfloat16": {"error": "exit status 1"}}
+    with pytest.raises(RuntimeError, match="our own step"):
+        gpu_parts.peers(args, "MODEL", "toy")
