@@ -213,6 +213,17 @@ def gpu_speeds(data):
     return table(*rows)
 
 
+@block("cards.json")
+def small_cards(data):
+    """Estimated seconds of a step on small cards, by model, at the first setting that fits."""
+    rows = [["card", "model", "`--memory`", "rollout, s", "update, s", "step, s", "the limit"]]
+    for row in data["rows"]:
+        seconds = [f"{row[name]:.0f}" for name in ("rollout_seconds", "update_seconds",
+                                                   "step_seconds")]
+        rows.append([row["card"], row["shape"], f"`{row['memory']}`", *seconds, row["limit"]])
+    return table(*rows)
+
+
 @block("merging.json")
 def merging(data):
     """What 40 steps at a small learning rate come to, by how the weights are held."""

@@ -167,7 +167,7 @@ def main(args) -> dict:
     factor = statistics.median(ratios)
     result = {"estimate": "no measurement: counted bytes, FLOPs and launches", "date": datetime.date.today().isoformat(),
               "command": "python bench/cards.py " + " ".join(sys.argv[1:]), "machine": "any: counted on the meta device",
-              "seed": None, "calibration": checked, "kernel_factor": factor,
+              "seed": None, "calibration": checked, "kernel_ratios": ratios, "kernel_factor": factor,
               "calibration_of": "commit 8c4a44d5, whose updates were measured" if args.against else "this code",
               "episodes": EPISODES, "tokens": TOKENS, "written": WRITTEN,
               "rows": [] if args.calibrate else estimates(factor)}

@@ -33,9 +33,13 @@ def install(model):
 
 
 def attend(module, stock, hidden_states, position_embeddings, attention_mask=None, **kwargs):
-    """Return what the module's own forward, `stock`, does. With a cache, or on a CPU, it does."""
-    if hidden_states.is_cpu or any(kwargs.get(name) is not None
-                                   for name in ("cache", "past_key_values")):
+    """Return what the module's own forward, `stock`, does.
+
+    With a cache, on a CPU and with another attention function `stock` does it.
+    """
+    has_cache = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+    is_ours = module.config._attn_implementation == "causal_attention"
+    if has_cache or hidden_states.is_cpu or not is_ours:
         return stock(hidden_states, position_embeddings, attention_mask, **kwargs)
     cos, sin = position_embeddings  # (B, T, d)
     heads = *hidden_states.shape[:-1], -1, module.head_dim

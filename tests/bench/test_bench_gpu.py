@@ -190,3 +190,25 @@ def test_the_part_of_the_peers_keeps_what_was_found(monkeypatch):
     rows = {"ours bfloat16": {"error": "exit status 1"}}
     with pytest.raises(RuntimeError, match="our own step"):
         gpu_parts.peers(args, "MODEL", "toy")
+
+
+# ------------------------------------------------------------------------------------------------------- the small cards
+def test_a_card_is_estimated_from_bytes_flops_and_launches(monkeypatch):
+    import torch
+
+    from bench import cards
+    x, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((8, 64), (64, 128)))
+    with cards.Cost(False) as cost:
+        cost.on = True
+        torch.mm(x, weight).add_(1)
+        x.t()  # a view launches nothing
+    assert [row[2] for row in cost.costs] == [2 * 8 * 64 * 128, 0] and cost.kernels == 2
+    assert cost.costs[0][1] == 2 * (8 * 64 + 64 * 128 + 8 * 128)
+    # By the rate, by the bandwidth, by the floor.
+    assert cards.kernel_seconds([(1, 10, 1e12)], 1e9, 1e12) == 1 and cards.kernel_seconds([(1, 2e9, 0)], 1e9, 1e12) == 2
+    assert cards.kernel_seconds([(3, 3, 3)], 1e9, 1e12) == 3 * cards.FLOOR
+    # 0.5B has 494 million weights, of which the embedding is read as the head.
+    assert cards.weights_bytes("0.5B", "plain") == pytest.approx(2 * 494e6, rel=0.01)
+    monkeypatch.setattr(cards, "count", lambda *_: cost)
+    rows = cards.estimates(0.75)
+    assert {row["limit"] for row in rows} <= {"launches", "the card"} and all(row["step_seconds"] > row["rollout_seconds"] > 0 for row in rows)
