@@ -351,28 +351,28 @@ def draw(rows, path):
     """Draw phenomena_EFFECT.svg: a thin line for each seed, and a thick one for their mean."""
     effect = Path(path).stem.removeprefix("phenomena_")
     panels = PANELS[effect]
-    picture, grid = figure(1, len(panels), width=3.6 * len(panels) + 1, height=2.6, squeeze=False)
+    picture, grid = figure(1, len(panels), width=3.4 * len(panels) + 2, height=2.6, squeeze=False)
     for panel, (title, key, *axis) in zip(grid[0], panels):
         for color, (arm, by_seed) in zip(COLORS.values(), arms_of(rows, effect).items()):
             curves = [row[key] for row in by_seed.values() if row.get(key)]
+            # Runs that stop by themselves have curves of several lengths, and no mean.
+            one_length = len({len(curve) for curve in curves}) == 1
             for curve in curves:
-                panel.plot(places(curve, axis), curve, color=color, linewidth=0.6, alpha=0.5)
-            # Curves of a budget of episodes differ in length: their points are not averaged.
-            if curves and len({len(curve) for curve in curves}) == 1:
-                mean = [sum(points) / len(points) for points in zip(*curves)]
+                panel.plot(places(curve, axis), curve, color=color,
+                           linewidth=0.6 if one_length else 1.2, alpha=0.6)
+            mean = [sum(points) / len(points) for points in zip(*curves)] if one_length else []
+            if curves:
                 panel.plot(places(mean, axis), mean, color=color, linewidth=1.8, label=arm)
-            elif curves:
-                panel.plot([], [], color=color, label=arm)
         panel.set(title=title, xlabel=axis[0] if axis else "share of the run",
                   xscale="log" if axis else "linear")
-    grid[0][-1].legend(fontsize=8)
+    grid[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     save(picture, path)
 
 
 def places(curve, axis) -> list[float]:
     """Return where the points of a curve stand: from 0 to 1, or at the values of its axis."""
     if axis:
-        return getattr(toys, axis[1])
+        return list(getattr(toys, axis[1]))[:len(curve)]
     return [i / max(1, len(curve) - 1) for i in range(len(curve))]
 
 
