@@ -42,6 +42,7 @@ def speed_up(model):
         AttentionInterface.register("causal_attention", causal_attention)
         AttentionMaskInterface.register("causal_attention", sdpa_mask)
         model.set_attn_implementation("causal_attention")
-        if not model.get_output_embeddings().weight.is_cpu:
-            from extras.fast.training import install  # for a GPU alone
+        weight = model.get_output_embeddings().weight
+        if not (weight.is_cpu or weight.is_mps):
+            from extras.fast.training import install  # for a GPU of CUDA alone
             install(model)

@@ -66,7 +66,8 @@ def lean(load_model):
             raise UserError(
                 "--load_in_4bit and --memory 4bit, small and stream are for weights that stay as "
                 "they are; give --lora_r, e.g. 16, or --memory checkpoint")
-        if chosen.frozen_base and choose_device(options.get("device")).type == "mps":
+        device = choose_device(options.get("device"))
+        if chosen.frozen_base and device.type == "mps":
             raise UserError("--load_in_4bit and --memory 4bit, small and stream are not written "
                             "for a Mac's GPU; give --memory checkpoint, or --device cpu")
         path = newest(path)
@@ -80,8 +81,8 @@ def lean(load_model):
             chosen = chosen._replace(**{name: True for name in FORMS if FORMS[name] in quantized})
         read = Reader(chosen, quantized if merge else "")
         changes = []
-        if not is_cpu(options.get("device")) and kind is Adapter and not chosen.adamw_on_host:
-            from extras.memory.launches import Fast  # for a GPU alone
+        if device.type not in ("cpu", "mps") and kind is Adapter and not chosen.adamw_on_host:
+            from extras.memory.launches import Fast  # for a GPU of CUDA alone
             changes = [Fast]
         model, tokenizer = load_model(path, lora_r=lora_r, train=train, merge=merge, read=read,
                                       kind=kind_of(chosen, kind, *changes), **options)
@@ -94,11 +95,6 @@ def lean(load_model):
         use(model, chosen, read.stream)
         return model, tokenizer
     return load
-
-
-def is_cpu(device) -> bool:
-    """True if a model that is loaded to this device, None for the default one, is on the CPU."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cpu"
 
 
 def note(model, chosen: Techniques):

@@ -259,8 +259,10 @@ def launch_together(model):
     """Form crews and a fleet of a model's adapters, where that is for this model."""
     linears = [linear for linear in adapted_linears(model).values()
                if isinstance(linear.lora, Fast)]
-    # On a CPU, a meta device that stands for one too, it would only move work.
-    if not linears or model.dtype == torch.float16 or linears[0].weight.is_cpu:
+    if not linears or model.dtype == torch.float16:
+        return
+    # On a CPU, a meta device that stands for one too, it would only move work. No Mac tried it.
+    if linears[0].weight.is_cpu or linears[0].weight.is_mps:
         return
     fleet = Fleet([linear.lora for linear in linears], model.get_output_embeddings().weight.dtype)
     alike = defaultdict(list)

@@ -22,8 +22,9 @@ def install(model):
     if model.config.model_type not in FAMILY:
         return
     norm_of, mlp_of = norm, mlp
-    if not model.get_output_embeddings().weight.is_cpu:
-        # It needs what a CPU does not load.
+    weight = model.get_output_embeddings().weight
+    if not (weight.is_cpu or weight.is_mps):
+        # It needs what a CPU does not load, and kernels of CUDA.
         import extras.memory.gpu_pointwise as gpu_pointwise
         norm_of, mlp_of = gpu_pointwise.norm, gpu_pointwise.mlp
     for module in model.modules():
