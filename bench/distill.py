@@ -16,6 +16,7 @@ again until it has written bench/results/distill.json, the last line that it pri
 import argparse
 import datetime
 import json
+import math
 import os
 import sys
 import time
@@ -181,11 +182,11 @@ def main():
     parser.add_argument("--start", help="the model to start from; default: one that is made here")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", default=str(ROOT / "runs" / "bench_distill"))
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no run after so many")
+    parser.add_argument("--minutes", type=float, help="begin no run after so many")
     args = parser.parse_args()
     is_tiny = args.model_path == "tiny"
     name = "distill" if is_tiny else "distill_smollm2"
-    end = time.monotonic() + 60 * args.minutes
+    end = math.inf if args.minutes is None else time.monotonic() + 60 * args.minutes
     rows = []
     try:
         for seed in map(int, args.seeds.split(",")):
