@@ -29,7 +29,7 @@ TASKS, SAMPLES = 200, 4  # of the exam: held-out tasks, episodes of each
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
-def taught_base(out) -> str:
+def taught_base(out, seed=0) -> str:
     """Return the folder of the tiny model that all runs start from; teach it if it is not there."""
     base = Path(out) / "base"
     if base.exists():
@@ -37,7 +37,7 @@ def taught_base(out) -> str:
     import grpo
     from schooling import teach_tiny
     from extras.ranks import join
-    config = grpo.Config(output_dir=str(out))
+    config = grpo.Config(output_dir=str(out), seed=seed)
     run = SimpleNamespace(folder=Path(out), ranks=join(), begin=lambda: None)
     return teach_tiny(config, run)
 

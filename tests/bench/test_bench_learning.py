@@ -15,7 +15,7 @@ import grpo
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from bench import learn_vs_trl, learning, reward_hacking, staleness, tricks  # noqa: E402
+from bench import defaults, learn_vs_trl, learning, reward_hacking, staleness, tricks  # noqa: E402
 from core.tiny import make_tiny  # noqa: E402
 
 
@@ -59,6 +59,33 @@ def test_tricks(out, monkeypatch, capsys):
     assert result["settings"] != learning.fingerprint(tricks.settings())  # a run of one step is no figure of 18
     printed, again = call_here(tricks, out, "default,kl_0", monkeypatch, capsys)
     assert "seed 0:" not in printed and again["rows"] == result["rows"]  # no run is done twice
+
+
+def test_defaults_compare_runs_of_the_same_start_and_seed():
+    rows = {"kl_0": {0: played(0.9, [0.5] * 3 + [0.2] * 3 + [0.8] * 3), 1: played(0.8, [0.5] * 9)}, "no_kl_0": {1: played(0.85, [0.5] * 9)},
+            "no_kl_1": {0: played(0.1, [0.5] * 9, readable=0.25)}}  # start 1 has no run of the first choice
+    summary = defaults.summarize(rows)
+    assert list(summary) == ["kl", "no_kl"] and summary["kl"]["success"]["mean"] == 0.85 and summary["kl"]["minus_first"] is None
+    assert summary["kl"]["largest_fall"] == 0.3 and summary["no_kl"]["largest_fall"] == 0 and summary["no_kl"]["least_readable"] == 0.25
+    assert summary["no_kl"]["minus_first"] == {"n": 1, "mean": 0.05} and summary["no_kl"]["by_run"] == {"start 0, seed 1": 0.85, "start 1, seed 0": 0.1}
+    head, first, second = defaults.table(summary)
+    assert first[0] == "grpo, group, 0.1, 2" and second[3] == "+0.050 (n = 1)" and len(head) == len(first) == len(second)
+    assert all(grpo.settle(grpo.Config(model_path="tiny", **changes)).learning_rate == grpo.TINY["learning_rate"] for changes in defaults.CHOICES.values())
+
+
+def played(success, training, readable=1.0):
+    return {"success": success, "training": training, "readable": [readable], "cpu_seconds": 60.0, "tokens": 1000}
+
+
+@pytest.mark.slow
+def test_defaults(out, monkeypatch, capsys):
+    (out / "start0").mkdir(), (out / "base").rename(out / "start0" / "base")
+    _, result = call_here(defaults, out, "kl_0,dapo_0", monkeypatch, capsys)
+    assert result["summary"]["dapo"]["minus_first"]["n"] == 1 and result["settings"] != learning.fingerprint(defaults.settings())
+    row = result["rows"]["kl_0"]["0"]
+    assert len(row["training"]) == 1 and row["tokens"] > 64 and 0 <= row["readable"][0] <= 1
+    _, again = call_here(defaults, out, "kl_0", monkeypatch, capsys)
+    assert again["rows"] == result["rows"]
 
 
 @pytest.mark.slow
