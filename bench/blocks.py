@@ -165,13 +165,6 @@ def reward_hacking(data):
     return lines(data["rows"]).splitlines()
 
 
-@block("defaults.json")
-def defaults(data):
-    """What the choices for the tiny model's defaults reach, break and cost."""
-    from bench.defaults import table as rows
-    return table(*rows(data["summary"]))
-
-
 @block("tricks.json")
 def tricks(data):
     """One change at a time, best first."""

@@ -8,8 +8,7 @@ same order and play the same number of episodes, so that differences are taken r
 columns say whether a run breaks on its way: the largest fall of success in training, of means of
 three steps below the highest so far, and the lowest share of readable turns in a step.
 
-Writes bench/results/defaults.json, which the table in docs/grpo.md is made from. The last line is
-JSON.
+Prints a table, and writes bench/results/defaults.json. The last line is JSON.
 """
 import sys
 from pathlib import Path
@@ -94,7 +93,7 @@ def summarize(rows) -> dict:
 
 
 def table(summary) -> list[list]:
-    """Return the rows of the table in docs/grpo.md, its head first."""
+    """Return the rows of the table, its head first."""
     rows = [["loss, scale, KL, updates", "runs", "success after", "minus the first, run by run",
              "largest fall", "least readable", "CPU seconds"]]
     for numbers in summary.values():
@@ -119,8 +118,11 @@ def main(argv=None):
             if not row_file(args, run, seed).exists():
                 play(args, run, seed)
     rows = read_rows(args, RUNS)  # those of earlier calls, too
+    summary = summarize(rows)
+    for line in table(summary):
+        print(*line, sep=" | ")
     report(args, "defaults", settings=fingerprint(settings(args.steps)), steps=args.steps,
-           summary=summarize(rows), rows=rows)
+           summary=summary, rows=rows)
 
 
 if __name__ == "__main__":
