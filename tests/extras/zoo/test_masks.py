@@ -134,7 +134,7 @@ def test_echo_by_hand_and_in_micro_batches():
     rest = (logprobs.detach() * 0, torch.full((2, 4), -0.5), None, torch.ones(2, 4) * mask, mask, None)
     loss, metrics = grpo.total_loss(settings, counts, logprobs, *rest, observed)
     plain, _ = grpo.total_loss(settings, counts._replace(observed=0), logprobs, *rest)
-    assert float(metrics["echo"]) == pytest.approx(2) and float(loss - plain) == pytest.approx(0.2) and not metrics["echo"].requires_grad
+    assert float(metrics["echo"]) == pytest.approx(2) and float((loss - plain).detach()) == pytest.approx(0.2) and not metrics["echo"].requires_grad
     grad, = torch.autograd.grad(loss - plain, logprobs)
     assert torch.allclose(grad, -0.1 / 3 * observed)
     total = 0.0
