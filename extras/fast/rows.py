@@ -2,8 +2,9 @@
 
 The operations of a small model take some microseconds each, and threads that share every one of
 them wait for each other most of the time. Here each thread takes a part of the rows through the
-whole model, forward and backward. Log-probabilities are those of one thread to the bit, gradients
-to rounding: those of the parts are added up, always in the same order.
+whole model, forward and backward. Log-probabilities and gradients are those of one thread to
+rounding. The gradients of the parts are added up in the same order each time, so that a run that
+is repeated with as many threads has the same bits.
 """
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial

@@ -46,7 +46,7 @@ def result(model):
 @pytest.mark.parametrize("options", [{"lora_r": 4}, {"lora_r": 0}], ids=["LoRA", "all weights"])
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_give_the_numbers_of_one(tiny, monkeypatch, options, threads):
-    """The same bits forward, the same gradients to rounding, and the same bits each time."""
+    """The same log-probabilities and gradients to rounding, and the same bits each time."""
     plain = result(loaded(tiny, monkeypatch, 1, **options))
     model = loaded(tiny, monkeypatch, threads, **options)
     assert facts(model).hidden_states is rows.rows_in_threads
