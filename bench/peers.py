@@ -23,6 +23,7 @@ Unsloth wants older versions of transformers and TRL than we do, so each peer ge
 """
 import argparse
 import datetime
+import importlib
 import importlib.util
 import json
 import os
@@ -104,7 +105,7 @@ def trainers(args, form: str, peer: str):
     """Take the steps of TRL's trainer: as it ships, with the fused head, or as Unsloth changes it."""
     import torch
     if peer == "unsloth":
-        import unsloth  # noqa: F401  it changes TRL, so it comes first
+        importlib.import_module("unsloth")  # it changes TRL, so it comes first
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     model, tokenizer, lora = (unsloth_model if peer == "unsloth" else peft_model)(args, form)
@@ -167,7 +168,7 @@ def peft_model(args, form: str):
 def unsloth_model(args, form: str):
     """Return model and tokenizer as Unsloth's notebooks for GRPO make them, without vLLM."""
     import torch
-    from unsloth import FastLanguageModel
+    FastLanguageModel = importlib.import_module("unsloth").FastLanguageModel
     model, tokenizer = FastLanguageModel.from_pretrained(
         args.model_path, max_seq_length=1024, dtype=torch.bfloat16, load_in_4bit=form == "4bit",
         fast_inference=False, local_files_only=True)

@@ -115,7 +115,13 @@ def note(model, chosen: Techniques):
 def use(model, chosen: Techniques, stream):
     """Put the forwards in place that keep less for the backward pass."""
     if chosen.recompute_pointwise:
-        install(model)
+        weight = model.get_output_embeddings().weight
+        forwards = ()
+        if not (weight.is_cpu or weight.is_mps):
+            # They need what a CPU does not load, and kernels of CUDA.
+            from extras.memory.gpu_pointwise import mlp, norm
+            forwards = norm, mlp
+        install(model, *forwards)
     if not (chosen.mlp_tokens or chosen.gradient_checkpointing):
         return
     # The plain setting recomputes no more.

@@ -17,16 +17,11 @@ CPU_PIECE = 2**17  # numbers of a norm in float32 at once: on a CPU they stay in
 GPU_PIECE = 2**23  # a GPU waits for launches, so it takes more of them
 
 
-def install(model):
-    """Give these forwards to a model of the family."""
+def install(model, norm_of=None, mlp_of=None):
+    """Give the forwards below to a model of the family, or those of gpu_pointwise.py."""
     if model.config.model_type not in FAMILY:
         return
-    norm_of, mlp_of = norm, mlp
-    weight = model.get_output_embeddings().weight
-    if not (weight.is_cpu or weight.is_mps):
-        # It needs what a CPU does not load, and kernels of CUDA.
-        import extras.memory.gpu_pointwise as gpu_pointwise
-        norm_of, mlp_of = gpu_pointwise.norm, gpu_pointwise.mlp
+    norm_of, mlp_of = norm_of or norm, mlp_of or mlp
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):

@@ -15,7 +15,7 @@ from bench.gpu_norms import norms_as_on_a_gpu
 from core.logprobs import token_logprobs
 from extras.fast import training
 from extras.fast.loading import speed_up
-from extras.memory import pointwise
+from extras.memory import gpu_pointwise, pointwise
 from extras.memory.launches import Crew, Fast
 from layers import load_model
 
@@ -141,7 +141,7 @@ def test_attention_and_norms_are_the_stock_modules(name, monkeypatch):
     monkeypatch.setattr(training, "rotated", lambda *x, rotated=training.rotated: calls.append(1) or rotated(*x))
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     speed_up(model)
-    pointwise.install(model)
+    pointwise.install(model, gpu_pointwise.norm, gpu_pointwise.mlp)
     with norms_as_on_a_gpu():
         found = run(model)
     assert len(calls) == 4 * model.config.num_hidden_layers
