@@ -18,14 +18,11 @@ from functools import partial, update_wrapper
 import envs.tasks
 import torch
 from core.config import CHANGED, FILLED, UserError, flag
-from core.run import LOGS
 from extras.zoo import surrogates
 from extras.zoo.corrections import CORRECTIONS
 from extras.zoo.credits import gdpo, gigpo
 from extras.zoo.filters import FILTERS
-
-GROUPS = "groups.jsonl"  # of --draw difficulty; a resumed run cuts it as its other logs
-LOGS.append(GROUPS)
+from extras.zoo.pools import collect_by_difficulty
 
 
 @dataclass(kw_only=True)
@@ -87,8 +84,6 @@ def by_difficulty(collect):
     def collect_groups(play, tasks, config, step, run):
         if getattr(config, "draw", "epochs") != "difficulty":
             return collect(play, tasks, config, step, run)
-        # Other runs write no groups.jsonl.
-        from extras.zoo.pools import collect_by_difficulty
         return collect_by_difficulty(play, tasks, config, step, run)
     return collect_groups
 

@@ -14,8 +14,10 @@ import numpy as np
 
 import core.data
 from core.data import lines_of, members, without_faults
-from extras.zoo import GROUPS
+from core.run import LOGS
 
+GROUPS = "groups.jsonl"
+LOGS.append(GROUPS)  # a resumed run cuts it as its other logs
 WEIGHTS = {"easy": 0.1, "hard": 0.3}  # of a draw, against 1 for a task that is in neither pool
 
 
