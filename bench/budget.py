@@ -210,7 +210,7 @@ def measure(options: dict, work: Workload, kind: str = "cuda", device: str = "me
     logprobs.random_bits.cache_clear()
     stand_in = standing_for(kind) if device == "meta" else nullcontext()
     with stand_in, Bytes("meta", kind) as count:
-        model, _ = load_model(**options, device=device)
+        model, _ = load_model(**options | {"device": device})
         if device == "meta":
             # No two rows are alike, and there are no numbers to look at.
             facts(model).shares_prefix = False

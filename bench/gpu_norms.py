@@ -7,14 +7,14 @@ from unittest import mock
 
 import torch
 
-from extras.memory import gpu_pointwise
+from extras.launches import pointwise
 
 
 @contextmanager
 def norms_as_on_a_gpu():
-    """Inside the block extras/memory/gpu_pointwise.py takes these operations for torch's kernels."""
-    with (mock.patch.object(gpu_pointwise, "fused_norm", torch.ops.standing_for.fused_norm),
-          mock.patch.object(gpu_pointwise, "fused_norm_backward",
+    """Inside the block extras/launches/pointwise.py takes these operations for torch's kernels."""
+    with (mock.patch.object(pointwise, "fused_norm", torch.ops.standing_for.fused_norm),
+          mock.patch.object(pointwise, "fused_norm_backward",
                             torch.ops.standing_for.fused_norm_backward)):
         yield
 
@@ -22,7 +22,7 @@ def norms_as_on_a_gpu():
 @torch.library.custom_op("standing_for::fused_norm", mutates_args=())
 def fused_norm(x: torch.Tensor, weight: torch.Tensor,
                eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x and 1 / rms(x), as `gpu_pointwise.fused_norm` does."""
+    """Return the norm of x and 1 / rms(x), as `pointwise.fused_norm` does."""
     return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
 
 
@@ -34,7 +34,7 @@ def _(x, weight, eps):
 @torch.library.custom_op("standing_for::fused_norm_backward", mutates_args=())
 def fused_norm_backward(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor,
                         weight: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of x, as `gpu_pointwise.fused_norm_backward` does."""
+    """Return the gradient of x, as `pointwise.fused_norm_backward` does."""
     unit = x.float() * scale
     g = grad.float() * weight.float()
     return ((g - unit * (g * unit).mean(-1, keepdim=True)) * scale).to(x.dtype)

@@ -168,7 +168,8 @@ def correct(args, folder: str) -> dict:
     `engine` and `trainer` are mean differences of log-probabilities from the CPU's, `first_ratio` is the trainer's
     probability over the engine's on the device, and of the gradients of all adapters stand the cosine and the norm.
     """
-    settings = {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}, "float16": {"dtype": "float16"}}
+    settings = {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"},
+                "bfloat16, many launches": {"dtype": "bfloat16", "few_launches": False}, "float16": {"dtype": "float16"}}
     if has_bitsandbytes():
         settings["small"] = {"dtype": "bfloat16", "memory": "small"}
     result, checks = {}, {}
@@ -626,34 +627,37 @@ def graphs(args, folder: str) -> dict:
 
 
 def update(args, folder: str) -> dict:
-    """Measure tokens/s of forward and backward over full rows, LoRA, with and without gradient checkpointing."""
+    """Measure tokens/s of forward and backward over full rows, LoRA, with and without gradient checkpointing and --few_launches."""
+    import itertools
+
     import torch
 
     from layers import load_model
     from core.logprobs import token_logprobs
     from lora import merged_to_train
     result = {}
-    for memory in ("plain", "checkpoint"):
-        for rows in (8, 1):
-            try:
-                model, _ = load_model(folder, lora_r=16, dtype="bfloat16", memory=memory)
-                ids = torch.randint(300, model.config.vocab_size, (rows, args.length), device=model.device)
-                mask = (torch.arange(args.length, device=model.device) >= args.prompt).long().expand(rows, -1)
-                model.train()
-                times = []
-                for _ in range(1 + args.repeats):
-                    began = now()
-                    with merged_to_train(model):
-                        token_logprobs(model, ids, mask)[0].sum().backward()
-                    times.append(now() - began)
-                result[f"{memory}, {rows} rows"] = {
-                    "tokens_per_second": rows * args.length / statistics.median(times[1:]),
-                    **({"allocated_mib": torch.cuda.max_memory_allocated() / MIB} if model.device.type == "cuda" else {})}
-            except Exception as error:
-                result[f"{memory}, {rows} rows"] = failure(error)
-            model = None
-            free_memory()
-            args.keep(result)
+    settings = ("plain", "checkpoint", "4bit") if has_bitsandbytes() else ("plain", "checkpoint")
+    for memory, rows, few in itertools.product(settings, (8, 1), (True, False)):
+        name = f"{memory}, {rows} rows" + ("" if few else ", many launches")
+        try:
+            model, _ = load_model(folder, lora_r=16, dtype="bfloat16", memory=memory, few_launches=few)
+            ids = torch.randint(300, model.config.vocab_size, (rows, args.length), device=model.device)
+            mask = (torch.arange(args.length, device=model.device) >= args.prompt).long().expand(rows, -1)
+            model.train()
+            times = []
+            for _ in range(1 + args.repeats):
+                began = now()
+                with merged_to_train(model):
+                    token_logprobs(model, ids, mask)[0].sum().backward()
+                times.append(now() - began)
+            result[name] = {
+                "tokens_per_second": rows * args.length / statistics.median(times[1:]),
+                **({"allocated_mib": torch.cuda.max_memory_allocated() / MIB} if model.device.type == "cuda" else {})}
+        except Exception as error:
+            result[name] = failure(error)
+        model = None
+        free_memory()
+        args.keep(result)
     return result
 
 

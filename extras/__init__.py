@@ -8,6 +8,7 @@
     fast/      fused decoding, CUDA graphs, settings of the processor  -> load_model, make_engine,
                fewer tokens in a forward pass                             pass_order
     memory/    --memory                                                -> load_model, LayerFlags
+    launches/  an update in few kernels on a GPU of CUDA               -> load_model, LayerFlags
     models/    families beyond keys and values, the probe at load      -> load_model, make_engine
     rewards/   --rewards                                               -> rewards_of
     vllm/      --sampler, --rollout_ahead                              -> sampler_of, collect_groups
@@ -55,6 +56,9 @@ if has("show"):
 if has("memory"):
     from extras.memory import MemoryFlags
     flags.append(MemoryFlags)
+if has("launches") and has("memory"):
+    from extras.launches import LaunchFlags
+    flags.append(LaunchFlags)
 if flags:
     LayerFlags = make_dataclass("LayerFlags", (), bases=tuple(flags), kw_only=True)
 
@@ -65,6 +69,9 @@ if has("fast"):
 if has("memory"):
     from extras.memory import lean
     load_model = lean(load_model)
+if has("launches") and has("memory"):
+    from extras.launches import with_few_launches
+    load_model = with_few_launches(load_model)
 if has("exact"):
     from extras.exact.loading import sealed
     load_model = sealed(load_model)

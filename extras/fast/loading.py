@@ -45,7 +45,3 @@ def speed_up(model):
         AttentionInterface.register("causal_attention", causal_attention)
         AttentionMaskInterface.register("causal_attention", sdpa_mask)
         model.set_attn_implementation("causal_attention")
-        weight = model.get_output_embeddings().weight
-        if not (weight.is_cpu or weight.is_mps):
-            from extras.fast.training import install  # for a GPU of CUDA alone
-            install(model)

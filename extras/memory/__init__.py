@@ -5,10 +5,9 @@
     folders.py          ... from the hub, and what a folder may lack
     skeleton.py         ... one tensor at a time, which tensor_reader.py finds
     adapter.py          adapters beside weights that hold none, or in host memory: its `kind`
-    launches.py         ... that a GPU computes in few kernels
     rounding.py         sums beside 16-bit weights, and the gradients of float16
     checkpointing.py    what runs again in the backward pass, and MLPs in tiles
-    pointwise.py        norms and MLPs that keep less (gpu_pointwise.py: in few kernels)
+    pointwise.py        norms and MLPs that keep less
     quantization.py     4 bits for layers, int8 for embedding and output head
     streaming.py        layers in host memory, two of them at a time on the device
 
@@ -80,16 +79,9 @@ def lean(load_model):
         if not merge:
             chosen = chosen._replace(**{name: True for name in FORMS if FORMS[name] in quantized})
         read = Reader(chosen, quantized if merge else "")
-        changes = []
-        if device.type not in ("cpu", "mps") and kind is Adapter and not chosen.adamw_on_host:
-            from extras.memory.launches import Fast  # for a GPU of CUDA alone
-            changes = [Fast]
         model, tokenizer = load_model(path, lora_r=lora_r, train=train, merge=merge, read=read,
-                                      kind=kind_of(chosen, kind, *changes), **options)
+                                      kind=kind_of(chosen, kind), **options)
         note(model, chosen)
-        if changes:
-            from extras.memory.launches import launch_together
-            launch_together(model)
         if model.get_output_embeddings().weight.dtype == torch.float16:
             scale_gradients(model)
         use(model, chosen, read.stream)
@@ -105,8 +97,8 @@ def note(model, chosen: Techniques):
     if chosen != PLAIN:
         # Rows in threads would share what holds one layer at a time.
         known.hidden_states = None
-    # In host memory the fused kernel is the fastest one, and on a GPU it is the fewest launches.
-    known.fused_adamw = chosen.adamw_on_host or model.device.type == "cuda" or None
+    # In host memory the fused kernel is the fastest one.
+    known.fused_adamw = chosen.adamw_on_host or None
     if chosen.int8_head:
         known.head_logprobs = model.get_output_embeddings().logprobs
     known.stored_as = ",".join(FORMS[name] for name in FORMS if getattr(chosen, name))
@@ -115,13 +107,7 @@ def note(model, chosen: Techniques):
 def use(model, chosen: Techniques, stream):
     """Put the forwards in place that keep less for the backward pass."""
     if chosen.recompute_pointwise:
-        weight = model.get_output_embeddings().weight
-        forwards = ()
-        if not (weight.is_cpu or weight.is_mps):
-            # They need what a CPU does not load, and kernels of CUDA.
-            from extras.memory.gpu_pointwise import mlp, norm
-            forwards = norm, mlp
-        install(model, *forwards)
+        install(model)
     if not (chosen.mlp_tokens or chosen.gradient_checkpointing):
         return
     # The plain setting recomputes no more.

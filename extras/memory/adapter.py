@@ -83,8 +83,8 @@ class Recomputing(Adapter):
 
 
 @cache
-def kind_of(chosen, kind: type = Adapter, *more: type) -> type:
-    """Return the class of the adapters beside these techniques, a subclass of `kind` and `more`."""
+def kind_of(chosen, kind: type = Adapter) -> type:
+    """Return the class of the adapters beside these techniques, a subclass of `kind`."""
     changes = [Rounded]
     if chosen.adamw_on_host:
         changes.append(OnHost)
@@ -92,4 +92,4 @@ def kind_of(chosen, kind: type = Adapter, *more: type) -> type:
         changes.append(Beside)
     if chosen.recompute_pointwise:
         changes.append(Recomputing)
-    return type(f"Lean{kind.__name__}", (*changes, *more, kind), {})
+    return type(f"Lean{kind.__name__}", (*changes, kind), {})

@@ -18,7 +18,7 @@ GPU_PIECE = 2**23  # a GPU waits for launches, so it takes more of them
 
 
 def install(model, norm_of=None, mlp_of=None):
-    """Give the forwards below to a model of the family, or those of gpu_pointwise.py."""
+    """Give the forwards below to a model of the family, or others."""
     if model.config.model_type not in FAMILY:
         return
     norm_of, mlp_of = norm_of or norm, mlp_of or mlp

@@ -1,4 +1,4 @@
-"""Adapters that a GPU computes in few kernels: it waits for launches, 20 to 50 microseconds each.
+"""Adapters in few kernels.
 
     Crew     Linears of one shape, whose adapters are merged as one product
     Fleet    all adapters of a model: A and B are cast at once, and so are their gradients

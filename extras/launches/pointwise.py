@@ -8,10 +8,15 @@ from functools import cache, partial
 
 import torch
 
-import extras.memory.pointwise as pointwise
+from extras.launches.adapters import outputs
+from extras.memory import pointwise
 from extras.memory.adapter import recomputable
-from extras.memory.launches import outputs
 from lora import SAME_NUMBERS
+
+
+def install(model):
+    """Give the forwards below to a model of the Llama family."""
+    pointwise.install(model, norm, mlp)
 
 
 def norm(module, stock, x):

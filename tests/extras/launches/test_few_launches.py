@@ -1,4 +1,4 @@
-"""extras/memory/launches.py and extras/fast/training.py: an update in few kernels has core's log-probabilities and gradients.
+"""extras/launches: an update in few kernels has core's log-probabilities and gradients.
 
 A GPU is played by the CPU (fake_cuda.py), so that the numbers are real and the operations are those of a GPU.
 """
@@ -13,10 +13,9 @@ import lora
 from bench import launches as counting
 from bench.gpu_norms import norms_as_on_a_gpu
 from core.logprobs import token_logprobs
-from extras.fast import training
 from extras.fast.loading import speed_up
-from extras.memory import gpu_pointwise, pointwise
-from extras.memory.launches import Crew, Fast
+from extras.launches import attention, pointwise
+from extras.launches.adapters import Crew, Fast
 from layers import load_model
 
 SEED = torch.Generator()
@@ -138,10 +137,11 @@ def test_attention_and_norms_are_the_stock_modules(name, monkeypatch):
     model = build(name).requires_grad_(False)
     expected = run(model)
     calls = []
-    monkeypatch.setattr(training, "rotated", lambda *x, rotated=training.rotated: calls.append(1) or rotated(*x))
+    monkeypatch.setattr(attention, "rotated", lambda *x, rotated=attention.rotated: calls.append(1) or rotated(*x))
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     speed_up(model)
-    pointwise.install(model, gpu_pointwise.norm, gpu_pointwise.mlp)
+    attention.install(model)
+    pointwise.install(model)
     with norms_as_on_a_gpu():
         found = run(model)
     assert len(calls) == 4 * model.config.num_hidden_layers

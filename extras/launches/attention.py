@@ -10,15 +10,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from core.packing import FAMILIES
 from extras.fast.attention import causal_attention
-from extras.presence import has
+from extras.launches.adapters import outputs
 from lora import SAME_NUMBERS
-
-if has("memory"):
-    from extras.memory.launches import outputs
-else:
-    def outputs(x, *linears):
-        """Return the outputs of these Linears for x."""
-        return tuple(linear(x) for linear in linears)
 
 # The sines of a pass with the sign of the rotation: sine -> (T, 1, d).
 signed_sines = WeakTensorKeyDictionary()
