@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 ELSEWHERE = {
-    "cards": "tests/bench/test_bench_gpu.py", "launches": "tests/extras/memory/test_few_launches.py", "peers": "tests/bench/test_bench_gpu.py",
+    "cards": "tests/bench/test_bench_gpu.py", "launches": "tests/extras/launches/test_few_launches.py", "peers": "tests/bench/test_bench_gpu.py",
     "comparison": "tests/bench/test_comparison.py", "gpu": "tests/bench/test_bench_gpu.py", "gpu_parts": "tests/bench/test_bench_gpu.py",
     "defaults": "tests/bench/test_bench_learning.py", "learn_vs_trl": "tests/bench/test_bench_learning.py", "meetings": "tests/envs/test_meetings.py", "pages": "tests/bench/test_pages.py",
     "reward_hacking": "tests/bench/test_bench_learning.py", "sampler": "tests/bench/test_bench_gpu.py",

@@ -211,7 +211,7 @@ def test_what_is_logged_of_importance_weights():
     trainer = torch.tensor([[4.0, 1.0, 9.0], [0.5, 0.5, 2.0]]).log()
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
     advantages, shares = grpo.weighted(3.0 * mask, trainer, torch.zeros(2, 3), mask, 2.0)
-    assert shares == pytest.approx({"importance_weight": 1.0, "importance_capped": 0.25})
+    assert shares == pytest.approx({"importance_weight": 1.0, "importance_capped": 0.25, "importance_left_out": 0.0})
     assert advantages.tolist() == [pytest.approx([6.0, 3.0, 0.0]), pytest.approx([1.5, 1.5, 0.0])]
 
 
