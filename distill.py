@@ -13,7 +13,7 @@ reward is used. Left out: the KL over the whole vocabulary, of which a token's A
 takes the logits of both models at once, and servers do not tell them); recorded episodes; credit
 for later tokens (each token has its own KL, not what it changes in the KL of later ones).
 
-    python distill.py        the tiny model and a teacher for it, from nothing: some minutes on a CPU
+    python distill.py        the tiny model and a teacher, made from nothing: minutes on a CPU
     python distill.py --model_path MODEL --teacher RUN      an adapter of MODEL: no second model
     python distill.py --model_path SMALL --teacher LARGE    models with the same tokenizer
     python distill.py --model_path SMALL --teacher http://host:8000        extras/vllm/teacher.py
