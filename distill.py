@@ -192,7 +192,7 @@ def read_adapter(model, folder: str) -> dict:
     for name, linear in adapted_linears(model).items():
         for leaf, p in linear.lora.tensors().items():
             key = f"base_model.model.{name}.{leaf}"
-            weights[f"{name}.lora.{leaf[5]}"] = saved.pop(key, torch.zeros_like(p)).to(p.device)
+            weights[f"{name}.lora.{leaf[5]}"] = saved.pop(key, torch.zeros_like(p)).to(p)
         weights[f"{name}.lora.B"] *= config["lora_alpha"] / root / linear.lora.scale
     if saved:
         raise UserError(f"--teacher {folder}: {next(iter(saved))} is of a Linear that the student "

@@ -160,7 +160,7 @@ class Server:
                 with suppress(ValueError, TypeError, KeyError):
                     line = json.loads(text)
                     self.known[line["key"]] = line["scores"]
-                    if line["judge"] == self.name:
+                    if line["judge"] == self.name and path == self.path:
                         spent = {name: line[name] for name in SPENT}
                         self.add({"verdicts": 1, **spent})
             if path == self.path and not path.read_bytes().endswith(b"\n"):

@@ -30,9 +30,10 @@ def settle(config):
     if getattr(config, "rollout_ahead", 0) and not config.sampler:
         raise UserError("--rollout_ahead needs --sampler: this process's engine plays with the "
                         "weights that the update changes")
-    # Another engine rounds differently. 2 is the cap of verl's examples. vespo has its own weight.
+    # Another engine rounds differently. 2 is the cap of verl's examples. vespo has its own weight,
+    # and the masks of dppo and deepseek compare the policy with what has sampled.
     is_open = getattr(config, "importance_correction", 0.0) is None
-    if is_open and config.sampler and config.loss != "vespo":
+    if is_open and config.sampler and config.loss not in ("vespo", "dppo", "deepseek"):
         config.importance_correction = 2.0
 
 

@@ -112,7 +112,10 @@ def check(config):
 def check_gdpo(config):
     """Raise UserError unless there are several reward functions to normalize."""
     items = [item.partition("=") for item in (config.rewards or "").split(",")]
-    if len(items) < 2 and not envs.all_have(config.env, "get_reward") or not config.rewards:
+    names = {name.strip() for name, _, _ in items} - {""}
+    if names and envs.all_have(config.env, "get_reward"):
+        names.add("environment")
+    if len(names) < 2:
         raise UserError("--credit gdpo normalizes each function of --rewards: name two or more")
     if any(weight.strip() == "veto" for _, _, weight in items):
         raise UserError("--credit gdpo: a veto is no sum; leave it out")

@@ -32,10 +32,10 @@ def void(episode) -> bool:
         if any(reply["role"] == "tool" for reply in after) or not after_thought(
                 message["content"]).strip():
             return True
-    # A turn that was cut or malformed is the last one, and was not read.
-    last = episode.messages[places[-1]]
+    # A turn that was cut or malformed is the last message: nothing has answered it.
+    last = episode.messages[-1]
     cut = episode.truncated or episode.stop_reason == "malformed"
-    return cut and not last.get("tool_calls")
+    return cut and last["role"] == "assistant" and not last.get("tool_calls")
 
 
 def both(episode) -> bool:

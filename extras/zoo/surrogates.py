@@ -69,5 +69,6 @@ LOSSES = {
 # As PAPER_SETTINGS of grpo.py. luspo's range is so narrow that 16-bit rounding leaves it.
 SETTINGS = {
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3, "importance_correction": 2.0},
+    "deepseek": {"scale_rewards": "none"},
     "gdpo": {"scale_rewards": "batch"},
 }

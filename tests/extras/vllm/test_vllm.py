@@ -204,6 +204,8 @@ def test_importance_is_corrected_unless_the_user_or_the_loss_says_otherwise():
     assert grpo.settle(grpo.Config(sampler="http://x")).importance_correction == 2.0
     assert grpo.settle(grpo.Config(sampler="http://x", importance_correction=5.0)).importance_correction == 5.0
     assert grpo.settle(grpo.Config(sampler="http://x", loss="vespo")).importance_correction is None
+    for loss in ("dppo", "deepseek"):  # they compare the policy with what has sampled
+        assert grpo.settle(grpo.Config(sampler="http://x", loss=loss)).importance_correction is None
     assert grpo.settle(grpo.Config()).importance_correction is None
 
 

@@ -85,7 +85,7 @@ def talk(*words, rewards=None, stop_reason="done"):
 @pytest.mark.parametrize("episode, truncated, void", [
     (talk(*"ucta"), False, False), (talk(*"uaua"), False, False), (talk(*"uct", stop_reason="max_turns"), False, False),
     (talk(*"ucte"), False, True), (talk(*"ucth"), False, True), (talk(*"ux-cta"), False, True), (talk(*"uctx", stop_reason="max_new_tokens"), True, True),
-    (talk(*"uct", stop_reason="max_tokens"), True, False), (talk(*"ucta", stop_reason="malformed"), False, True),
+    (talk(*"uct", stop_reason="max_tokens"), True, False), (talk(*"uau", stop_reason="max_tokens"), True, False), (talk(*"ucta", stop_reason="malformed"), False, True),
     (talk(*"ueuct", rewards=1), False, False)])  # the empty turn belongs to the prompt
 def test_filters_by_hand(episode, truncated, void):
     assert [FILTERS[name](episode) for name in ("none", "truncated", "void", "both")] == [False, truncated, void, truncated or void]
