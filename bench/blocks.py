@@ -370,6 +370,21 @@ def distill_smollm2(data):
     return distilled(data)
 
 
+@block("defaults.json")
+def defaults(data):
+    """What choices of loss, scale and KL reach, and whether they break on their way."""
+    rows = [["loss", "scale", "KL", "runs", "success after", "minus the first, run by run",
+             "largest fall", "least readable", "CPU seconds"]]
+    for numbers in data["summary"].values():
+        changes, minus = numbers["changes"], numbers["minus_first"]
+        difference = f"{minus['mean']:+.3f} ± {minus['half_width']:.3f}" if minus else ""
+        rows.append([changes["loss"], changes["scale_rewards"], f"{changes['kl_coef']:g}",
+                     numbers["success"]["n"], f"{numbers['success']['mean']:.3f}", difference,
+                     f"{numbers['largest_fall']:.2f}", f"{numbers['least_readable']:.2f}",
+                     f"{numbers['cpu_seconds']:.0f}"])
+    return table(*rows)
+
+
 @block("lesson_01.json")
 def lesson_01(data):
     """What a baseline does to the gradient's variance and to learning, seed by seed."""
