@@ -41,8 +41,8 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     """
     # Attention is causal: columns after the last trained token change none before it.
     used = used_columns(loss_mask)
-    forward = facts(model).hidden_states or hidden_states
-    hidden, index = forward(model, token_ids[:, :used], loss_mask[:, :used])  # (N, D), (B, used)
+    hidden, index = hidden_states(
+        model, token_ids[:, :used], loss_mask[:, :used])  # (N, D), (B, used)
     predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
     # Mamba's layers add up in float32.
     dtype = model.get_output_embeddings().weight.dtype

@@ -49,7 +49,6 @@ class Facts:
     fused_adamw: bool | None = None  # True takes AdamW's fused kernel, None lets torch choose
     techniques: object = None  # what makes its training smaller, None if nothing does
     head_logprobs: object = None  # in place of that of core.logprobs, None for core's
-    hidden_states: object = None  # in place of that of core.packing, None for core's
     scale_gradient: object = None  # called with the results of token_logprobs, None for nothing
     refuses_graphs: bool = False  # a decode step could not become a CUDA graph
     token_bytes: int = 0  # of the engine's cache, for a token of a row

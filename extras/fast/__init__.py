@@ -3,8 +3,6 @@
     fused.py, beside.py  the forward pass of Llama, Qwen2 and Qwen3 in few kernels, for the rollout
     attention.py         attention over long prompts, on a GPU, and in an update on a CPU
                          (products.py: in 16 bits)
-    training.py          the attention of an update on a GPU, in few kernels
-    rows.py              a small model's passes over the rows of a batch, in threads
     static_engine.py     decode steps that become CUDA graphs
     sampling.py          sampling in pieces of the batch; top-k and top-p
     loading.py           attention of a loaded model, and switches of the device

@@ -6,7 +6,6 @@ import torch
 from core.model import choose_device
 from extras.fast.attention import causal_attention
 from extras.fast.processor import USED, bound_primitives
-from extras.fast.rows import use_threads
 
 
 def faster(load_model):
@@ -35,9 +34,7 @@ def prepared_device(name: str | None, train: bool):
 
 
 def speed_up(model):
-    """Give a loaded model `causal_attention` for torch's fused one, and a small one threads."""
-    if "rows" in USED:
-        use_threads(model)
+    """Give a loaded model `causal_attention` for torch's fused one."""
     before = model.config.get_text_config()._attn_implementation
     if "products" in USED and before in ("sdpa", "packed_attention"):
         from transformers import AttentionInterface, AttentionMaskInterface

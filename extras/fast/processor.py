@@ -16,7 +16,7 @@ from core.model import base_of, choose_device, is_adapter, newest
 from core.run import CONFIG
 
 # What this layer does. Taken out one by one, bench/layers.py measures what each is worth.
-USED = {"fused", "products", "rows"}
+USED = {"fused", "products"}
 SMALL = 2**15  # weights of a Linear, too few to measure
 # Torch 2.11 says on a GPU that the thread of its first backward pass had no context yet.
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS")

@@ -30,7 +30,7 @@ from extras.memory.adapter import kind_of
 from extras.memory.pointwise import install
 from extras.memory.reading import Reader
 from extras.memory.rounding import scale_gradients
-from extras.memory.techniques import FORMS, PLAIN, SETTINGS, Techniques, techniques
+from extras.memory.techniques import FORMS, SETTINGS, Techniques, techniques
 from lora import Adapter
 
 __all__ = ["MemoryFlags", "SETTINGS", "Techniques", "lean", "techniques"]
@@ -94,9 +94,6 @@ def note(model, chosen: Techniques):
     known = facts(model)
     known.techniques = chosen
     known.decode_rows = chosen.decode_rows
-    if chosen != PLAIN:
-        # Rows in threads would share what holds one layer at a time.
-        known.hidden_states = None
     # In host memory the fused kernel is the fastest one.
     known.fused_adamw = chosen.adamw_on_host or None
     if chosen.int8_head:
