@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -615,6 +616,9 @@ def test_two_megabytes_paint_within_a_second(opened):
     html = html_of([run])
     assert 1.3e6 < len(html) < 2e6
     page = opened(run)
-    painted = page.js("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    entries, deadline = [], time.monotonic() + 10
+    while not entries and time.monotonic() < deadline:  # Chromium notes a paint a moment after it
+        entries = page.js("return performance.getEntriesByName('first-contentful-paint').map(entry => entry.startTime)")
+    [painted] = entries
     assert len(page.all("#episode .tok")) == 500 and painted < 1000, painted
     assert page.js("return largestOf(Array(1e6).fill(-2))") == 2  # more than a function takes arguments
