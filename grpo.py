@@ -5,12 +5,12 @@ updates the policy with the clipped probability ratio times the advantage. The e
 are pure functions. extras/zoo has more of them: sapo, luspo, vespo, dppo, deepseek, GiGPO, GDPO,
 masks of sequences. Left out: adaptive KL coefficients, value networks, bnpo.
 
-    python grpo.py                            the tiny model, from nothing: 3 minutes on 2 CPU cores
+    python grpo.py                            the tiny model, from nothing: 2 minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
 Shapes: B sequences of T tokens, in a step or a micro-batch (b where both occur); N rewards. Column
-t of a (B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token. sg
-is stop_gradient. Five names for log-probs of the same tokens:
+t of a (B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token,
+`observed` where a tool wrote it and ECHO learns it. sg is stop_gradient. Five names for log-probs of the same tokens:
 
     logprobs            of the policy in training
     sampled_logprobs    of the sampler, when the episode was played

@@ -287,7 +287,8 @@ def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
 def pass_order(trajectories: list, batch_size: int) -> list:
     """Return the episodes in the order of forward passes: groups, whose prompt is forwarded once.
 
-    The longest come first: what does not fit fails at once. extras/fast needs the batch size.
+    The longest come first, so that what does not fit in memory fails at once. extras/fast has
+    another order, which needs the batch size.
     """
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
     return list(chain(*by_group(by_length)))
@@ -295,8 +296,9 @@ def pass_order(trajectories: list, batch_size: int) -> list:
 
 def prompt_of(trajectory) -> list[int]:
     """Return the tokens before the first sampled one."""
-    mask = trajectory.loss_mask
-    return trajectory.token_ids[:mask.index(1) if 1 in mask else None]
+    if 1 not in trajectory.loss_mask:
+        return trajectory.token_ids
+    return trajectory.token_ids[:trajectory.loss_mask.index(1)]
 
 
 def collate(trajectories: list, device="cpu"):
