@@ -105,7 +105,7 @@ def test_an_answer_without_the_numbers_is_none(teacher, monkeypatch, answer):
 
 
 def test_distill_asks_the_server_of_its_flag(served, tmp_path):
-    given = dict(env="equations", output_dir=str(tmp_path), max_steps=1, tasks_per_step=2, max_tokens=200, max_new_tokens=8, max_turns=1, eval_tasks=0, max_samples=8)
+    given = dict(env="equations", dtype="float32", output_dir=str(tmp_path), max_steps=1, tasks_per_step=2, max_tokens=200, max_new_tokens=8, max_turns=1, eval_tasks=0, max_samples=8)
     load_model("tiny", train=False)[0].save_pretrained(tmp_path / "model")
     load_model("tiny", train=False)[1].save_pretrained(tmp_path / "model")
     result = distill.train(distill.Config(model_path=str(tmp_path / "model"), teacher=served.url, **given | {"output_dir": str(tmp_path / "run")}))
