@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from bench.learning import RESULTS, fingerprint, flags, series, write_result  # noqa: E402
 from bench.pictures import COLORS, figure, save  # noqa: E402
 
-CURVES = "success", "reward", "entropy", "kl", "grad_norm"
+CURVES = "success", "reward", "structure", "entropy", "kl", "grad_norm"
 
 
 def run(program, folder, *words, **environment) -> dict:
