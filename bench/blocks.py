@@ -322,6 +322,21 @@ def lesson_08(data):
     return table(*rows)
 
 
+@block("lesson_09.json")
+def lesson_09(data):
+    """What each run has learned, and how well its teacher reads, all seeds in a cell."""
+    rows = [["run", f"right letters, seeds {seeds_of(data)}", "questions solved", "silent groups",
+             "the teacher reads, at the end"]]
+    for name, first in data["runs"][0]["runs"].items():
+        taken = [run["runs"][name] for run in data["runs"]]
+        silent = (sum(row["silent"]) / len(row["silent"]) for row in taken)
+        reads = (f"{row['reads'][1]:.2f}" for row in taken if "reads" in first)
+        rows.append([name, *(", ".join(f"{row[key]:.2f}" for row in taken)
+                             for key in ("right", "solved")),
+                     ", ".join(f"{share:.0%}" for share in silent), ", ".join(reads)])
+    return table(*rows)
+
+
 @block()
 def metrics():
     """Every number that a run writes: a table for each place of extras/show/metrics.json."""

@@ -1,7 +1,7 @@
 """Draw a lesson's curves as an SVG that can be read on a light and on a dark page."""
 from start import FOLDER
 
-COLOURS = ("#2f81c7", "#d9772b", "#3a9d5d", "#c0504d", "#9673c9", "#8a8a8a")
+COLOURS = ("#2f81c7", "#d9772b", "#3a9d5d", "#c0504d", "#9673c9", "#8a8a8a", "#b59a00")
 INK = "#858585"  # of text and axes: halfway between black and white
 
 

@@ -113,6 +113,7 @@ def test_a_lesson_runs_at_toy_size(name, toy, capsys):
     ("06_reward_hacking", {}, {"steps": 2}),
     ("07_dpo", {"TASKS": 8, "GROUP": 4, "HELD_OUT_PAIRS": 2, "HELD_OUT_TASKS": 2, "BATCH": 2}, {"steps": 1}),
     ("08_memory", {"SHAPE": SMALL_SHAPE, "TOKENS": 32, "ROWS": 2, "PROMPT": 5, "NEW": 3}, {}),
+    ("09_self_teaching", {"SCHOOL_STEPS": 2, "PUPILS": 4}, {"steps": 2}),
 ])
 def test_one_of_the_other_lessons_runs_at_toy_size(name, constants, options, toy, capsys):
     folder = toy(FOLDER / f"{name}.py", constants, seed=1, **options)
@@ -175,6 +176,76 @@ def test_the_loss_of_lesson_7_is_that_of_dpo(monkeypatch):
         theirs, metrics = dpo.pair_loss(logprobs, references, mask, dpo.Counts(3, int(mask[:3].sum())),
                                         {"sigmoid": (1.0, dpo.LOSSES["sigmoid"])}, beta=0.1, length_norm=False, sft_coef=sft_coef)
         assert torch.allclose(loss.mean(), theirs) and 0.1 * margin.mean().item() == pytest.approx(metrics["margin"].item(), rel=1e-5)
+
+
+def self_teaching(monkeypatch, **constants):
+    """Return lesson 9 as a module."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return lesson(FOLDER / "09_self_teaching.py", **constants)
+
+
+def test_the_loss_of_lesson_9_by_hand_and_by_sampling(monkeypatch):
+    """Two tokens: KL((1/4, 3/4) || (1/2, 1/2)) is 0.1308. Its gradient is the mean of distill.py's over all tokens that may be drawn."""
+    import math
+
+    import distill
+    import torch
+    loss = self_teaching(monkeypatch).self_teaching_loss
+    policy, teacher = (torch.tensor([[[p, 1 - p]]]).log() for p in (0.25, 0.5))
+    assert loss(policy, teacher).item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5)) == pytest.approx(0.1308, abs=1e-4)
+    z, teacher_z = torch.randn(2, 3, 4, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    z.requires_grad_()
+    teacher_z.requires_grad_()
+    logp, teacher_logp = z.log_softmax(2), teacher_z.log_softmax(2)
+    exact, none = torch.autograd.grad(loss(logp, teacher_logp), (z, teacher_z), retain_graph=True, allow_unused=True)
+    assert none is None  # the teacher has no gradient
+    sampled = 0
+    for one, teacher_one in zip(logp.flatten(), teacher_logp.flatten()):  # each is drawn with the chance that the policy gives it
+        sampled += one.detach().exp() * distill.distillation_loss(one, one.detach(), teacher_one, 12)
+    kl = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x.detach()) for x in (z, teacher_z)))
+    assert torch.allclose(loss(logp, teacher_logp), kl.mean())
+    assert torch.allclose(torch.autograd.grad(sampled, z)[0], exact)
+
+
+def test_the_grpo_of_lesson_9_is_that_of_lesson_2(monkeypatch):
+    import torch
+    module = self_teaching(monkeypatch)
+    grpo_lesson = lesson(FOLDER / "02_grpo.py")
+    rewards, logp = torch.rand(2, 3), torch.randn(6, 4, 9).log_softmax(2)
+    tried = torch.randint(9, (6, 4))
+    chosen = logp.gather(2, tried[..., None])[..., 0]
+    advantages = grpo_lesson.group_advantages(rewards).view(6, 1)
+    theirs, ratio = grpo_lesson.clipped_loss(chosen, chosen, advantages)
+    logp.requires_grad_()
+    assert (ratio == 1).all()
+    ours = module.grpo_loss(logp, tried, rewards)  # the same but for what does not depend on the policy
+    gradient, = torch.autograd.grad(ours, logp)
+    slope = torch.zeros_like(logp).scatter(2, tried[..., None], (theirs / 24)[..., None])
+    assert torch.allclose(gradient, slope, atol=1e-6)
+
+
+def test_the_verdicts_of_lesson_9_and_where_its_log_probabilities_stand(monkeypatch):
+    import torch
+    from core.logprobs import token_logprobs
+    module = self_teaching(monkeypatch)
+    question, tried, right = torch.tensor([[4, 13, 12, 5]]), torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 7, 2, 9]])
+    texts = {name: " ".join(module.TOKENS[i] for i in module.prompt(question, kind(tried, right))[0])
+             for name, kind in module.RUNS.items() if callable(kind)}
+    assert texts == {
+        "SDPO, one word": "question: e n m f tried: a b c d verdict: wrong answer:",
+        "SDPO, strange marks": "question: e n m f tried: a b c d verdict: yes no yes no answer:",
+        "SDPO, marks": "question: e n m f tried: a b c d verdict: + - + - answer:",
+        "SDPO, marks, live": "question: e n m f tried: a b c d verdict: + - + - answer:",
+        "SDPO, answer": "question: e n m f right: a h c j answer:"}
+    assert [module.TOKENS[i] for i in module.one_word(right, right)[3][0]] == ["solved"]
+    model = module.Qwen3ForCausalLM(module.Qwen3Config(**module.SHAPE))
+    for verdict in ((), module.marks(tried, right)):
+        prompt = module.prompt(question, verdict)
+        token_ids = torch.cat([prompt, tried], 1)
+        mask = torch.cat([torch.zeros_like(prompt), torch.ones_like(tried)], 1)
+        theirs = token_logprobs(model, token_ids, mask)[0][:, -4:]
+        ours = module.logprobs(model, question, tried, verdict).gather(2, tried[..., None])[..., 0]
+        assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def test_the_two_heads_of_lesson_8_give_the_same_logprobs(monkeypatch):
