@@ -1,6 +1,6 @@
 """Run lessons with several seeds, and keep what their pages say.
 
-    python bench/lessons.py                     all of them, seeds 0, 1 and 2: about 40 CPU minutes
+    python bench/lessons.py                     all of them, seeds 0, 1 and 2: about 45 CPU minutes
     python bench/lessons.py 02 04 --seeds 0     some of them
 
 A lesson writes its results to runs/lessons/NAME.json. Those of all seeds are in results/lesson_NN.json, and the

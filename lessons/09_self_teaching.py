@@ -3,9 +3,9 @@
     python lessons/09_self_teaching.py --seed 0
 
 A reward of 0 says that an answer failed. A tool often says more, in text. In SDPO (arXiv
-2601.20802, eq. 1) the policy answers a question x by y, without any verdict. Then the
-tool's verdict f goes into the prompt, and the same model says of every token of y what
-it would have written, had it known. The policy moves there:
+2601.20802) the policy answers a question x by y, without any verdict. Then the tool's
+verdict f goes into the prompt, and the same model says of every token of y what it would
+have written, had it known. The policy moves there:
 
     loss = sum over t of KL( pi(. | x, y before t)  ||  sg pi(. | x, f, y before t) )
 
@@ -160,7 +160,7 @@ def main(steps=STEPS, seed=0):
     questions = torch.cartesian_prod(*[torch.arange(LETTERS)] * LENGTH)  # all of them
     held_out, questions = questions[torch.randperm(len(questions))].tensor_split([HELD_OUT])
     random = torch.randint(LETTERS, held_out.shape)
-    half_right = torch.where(random % 2 == 0, secret[held_out], random)
+    half_right = torch.where(torch.arange(LENGTH) % 2 == 0, secret[held_out], random)
     [example, *_] = prompt(held_out, marks(half_right, secret[held_out]))
     print("\nThe teacher is asked:", *(TOKENS[token] for token in example))
     print(f"\nA row is {steps} steps from one start, and an exam on questions that no step asks.\n"
