@@ -9,7 +9,7 @@ have written, had it known. The policy moves there:
 
     loss = sum over t of KL( pi(. | x, y before t)  ||  sg pi(. | x, f, y before t) )
 
-The task is to write 4 letters in a secret alphabet: a guess is right once in 65,536. The
+The task is to write 4 letters in a secret alphabet: a guess is right once in 20,736. The
 model learns to read verdicts first, in a school whose answers are random.
 """
 import argparse
@@ -29,10 +29,10 @@ NAME = "09_self_teaching"
 STEPS, SCHOOL_STEPS = 300, 400
 TASKS, GROUP = 8, 8  # a step asks 8 questions, 8 times each
 PUPILS = 64  # prompts of each kind in a step of the school
-LETTERS, LENGTH = 16, 4  # of the alphabet, and of a question
+LETTERS, LENGTH = 12, 4  # of the alphabet, and of a question
 HELD_OUT = 256  # questions that are never trained on
-LEARNING_RATE, MAX_GRAD_NORM = 1e-3, 1.0
-TOKENS = [*"abcdefghijklmnop", "question:", "answer:", "tried:", "verdict:", "right:",
+LEARNING_RATE, MAX_GRAD_NORM = 2e-3, 1.0
+TOKENS = [*"abcdefghijkl", "question:", "answer:", "tried:", "verdict:", "right:",
           "+", "-", "solved", "wrong", "yes", "no"]  # the school never uses the last two
 ID = {token: i for i, token in enumerate(TOKENS)}
 SHAPE = {"vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 192,
@@ -100,9 +100,9 @@ def sample(model, question, verdict=()):
 def school():
     """Return a model that reads three verdicts. Questions, attempts and answers are random."""
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True, initializer_range=0.06))
-    optimizer = adamw(model, lr=2 * LEARNING_RATE)
+    optimizer = adamw(model, lr=LEARNING_RATE)
     for step in range(SCHOOL_STEPS):
-        optimizer.param_groups[0]["lr"] = scheduled(2 * LEARNING_RATE, step, SCHOOL_STEPS)
+        optimizer.param_groups[0]["lr"] = scheduled(LEARNING_RATE, step, SCHOOL_STEPS)
         for kind in (None, marks, one_word, answer):
             question, right, tried = torch.randint(LETTERS, (3, PUPILS, LENGTH))
             # Half of the letters are right, or half of the attempts.

@@ -228,15 +228,15 @@ def test_the_verdicts_of_lesson_9_and_where_its_log_probabilities_stand(monkeypa
     import torch
     from core.logprobs import token_logprobs
     module = self_teaching(monkeypatch)
-    question, tried, right = torch.tensor([[4, 13, 12, 5]]), torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 7, 2, 9]])
+    question, tried, right = torch.tensor([[4, 10, 11, 5]]), torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 7, 2, 9]])
     texts = {name: " ".join(module.TOKENS[i] for i in module.prompt(question, kind(tried, right))[0])
              for name, kind in module.RUNS.items() if callable(kind)}
     assert texts == {
-        "SDPO, one word": "question: e n m f tried: a b c d verdict: wrong answer:",
-        "SDPO, strange marks": "question: e n m f tried: a b c d verdict: yes no yes no answer:",
-        "SDPO, marks": "question: e n m f tried: a b c d verdict: + - + - answer:",
-        "SDPO, marks, live": "question: e n m f tried: a b c d verdict: + - + - answer:",
-        "SDPO, answer": "question: e n m f right: a h c j answer:"}
+        "SDPO, one word": "question: e k l f tried: a b c d verdict: wrong answer:",
+        "SDPO, strange marks": "question: e k l f tried: a b c d verdict: yes no yes no answer:",
+        "SDPO, marks": "question: e k l f tried: a b c d verdict: + - + - answer:",
+        "SDPO, marks, live": "question: e k l f tried: a b c d verdict: + - + - answer:",
+        "SDPO, answer": "question: e k l f right: a h c j answer:"}
     assert [module.TOKENS[i] for i in module.one_word(right, right)[3][0]] == ["solved"]
     model = module.Qwen3ForCausalLM(module.Qwen3Config(**module.SHAPE))
     for verdict in ((), module.marks(tried, right)):
