@@ -173,7 +173,7 @@ def main(steps=STEPS, seed=0):
         teacher = model if name.endswith("live") else start
         log = list(train(model, teacher, kind, secret, questions, steps, seed))
         hits = sample(model, held_out) == secret[held_out]
-        row = rows[name] = {key: [line[key] for line in log] for key in log[0]}
+        row = rows[name] = {key: [round(line[key], 4) for line in log] for key in log[0]}
         row |= {"right": hits.float().mean().item(), "solved": hits.all(1).float().mean().item()}
         if callable(kind):
             said = [sample(who, held_out, kind(random, random)) for who in (start, teacher)]
