@@ -10,7 +10,7 @@ masks of sequences. Left out: adaptive KL coefficients, value networks, bnpo.
 
 Shapes: B sequences of T tokens, in a step or a micro-batch (b where both occur); N rewards. Column
 t of a (B, T) tensor belongs to token t. A mask is 1 exactly where the policy sampled the token,
-`observed` where a tool wrote it and ECHO learns it. sg is stop_gradient. Five names for log-probs of the same tokens:
+`observed` where a tool wrote it and ECHO learns it. sg is stop_gradient. Five log-probs of a token:
 
     logprobs            of the policy in training
     sampled_logprobs    of the sampler, when the episode was played

@@ -61,6 +61,13 @@ def test_no_arrow_climbs(name):
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_file_fits_its_limits(name):
+    """450 lines of 100 columns."""
+    lines = MODULES[name].read_text("utf-8").splitlines()
+    assert len(lines) <= 450 and not [number for number, line in enumerate(lines, 1) if len(line) > 100]
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
 def test_no_module_is_named_in_a_string(name):
     """But for the tables of environments, whose entries a user names."""
     strings = {node.value for node in ast.walk(TREES[name]) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
