@@ -23,7 +23,7 @@ from core.run import CONFIG, EPISODES, algorithm_of, write_whole
 from extras.show.metrics import meaning
 from extras.show.notes import CHANGED, Alarms, log_rows, wilson
 from extras.show.record import TOKENS
-from extras.show.recorded import Log, Reader, load_tokenizer
+from extras.show.recorded import Log, Reader, load_tokenizer, states_of
 
 FILES = Path(__file__).with_name("page")
 PROGRAMS = Path(__file__).parents[2]  # their folder
@@ -148,11 +148,32 @@ def run_data(path, budget):
     rows = [row for step, row in rows.items() if type(step) is int]
     changed = re.search(f"^{CHANGED}(.+)$", header, re.M)
     changed = changed[1].split(", ") if changed else []
+    episodes = episodes_of(path, algorithm, flags, budget)
     return {"name": str(path), "algorithm": algorithm or "episodes", "flags": flags,
             "changed": {name: flags[name] for name in changed if name in flags}, **evaluated,
             "held_out": result.get("held_out_tasks"), "seconds": result.get("seconds"),
             "steps": thinned(rows), "alarms": list(alarms_of(rows, flags)),
-            "equations": equations(), **episodes_of(path, algorithm, flags, budget)}
+            "equations": equations(), **episodes,
+            "reward_weights": reward_weights(flags.get("rewards"), episodes["groups"])}
+
+
+def reward_weights(rewards, groups):
+    """Return the weights of the functions of --rewards that have scored the groups' episodes.
+
+    None where --credit gdpo has nothing to sum: there are fewer than two, or one is a veto.
+    """
+    weights = {"environment": 1.0}
+    for item in filter(str.strip, (rewards or "").split(",")):
+        target, _, weight = map(str.strip, item.partition("="))
+        name = target.rpartition(":")[2]
+        if target.startswith("judge:"):
+            name = Path(name).stem
+        weights[name] = weight or 1.0
+    scored = {name for item in groups for episode in item["episodes"] for name in episode["parts"]}
+    used = {name: weight for name, weight in weights.items() if name in scored}
+    if len(used) < 2 or "veto" in used.values():
+        return None
+    return {name: float(weight) for name, weight in used.items()}
 
 
 def with_interval(metrics):
@@ -279,6 +300,10 @@ def step_data(step, episodes, tokens, read, algorithm):
 def group(step, whole):
     """Return a group of episodes, [(row of trajectories.jsonl, data)]."""
     row, _ = whole[0]
+    numbers = {}  # of the states that turns of the group were taken in
+    for episode_row, episode in whole:
+        episode["states"] = [numbers.setdefault(state, len(numbers))
+                             for state in states_of(episode_row, episode["turns"])]
     shown = [episode for _, episode in whole]
     rewards = [episode["reward"] for episode in shown]
     advantages = [episode["advantage"] for episode in shown]

@@ -6,6 +6,7 @@
 import base64
 import math
 import re
+from itertools import pairwise
 
 import numpy as np
 
@@ -157,6 +158,16 @@ def calls_of(row, turns):
                           "arguments": call.get("arguments", {}), "result": text,
                           "error": is_error})
     return calls
+
+
+def states_of(row, turns):
+    """Return as text what each sampled turn was decided by, for --credit gigpo.
+
+    It is what the environment's `_state()` returned, or else the tokens before the turn.
+    """
+    before = [row["token_ids"][context["start"]:context["end"]]
+              for context, turn in pairwise(turns) if turn["trained"]]
+    return list(map(str, row["info"].get("states", before)))
 
 
 def load_tokenizer(folder):

@@ -8,24 +8,30 @@ const std = (values, m = mean(values)) => Math.sqrt(sum(values.map(x => (x - m) 
 const sigmoid = x => 1 / (1 + Math.exp(-x));
 const logSigmoid = x => Math.min(x, 0) - Math.log1p(Math.exp(-Math.abs(x)));
 
-// A surrogate takes a token's log-ratio, advantage and log-probability, and the settings. It
-// returns its loss, the slope of that in the log-probability, and if the clip stops the gradient.
+// A surrogate takes a token's log-ratio, advantage and log-probability, the settings, and the mean log-ratio of
+// its sequence. It returns its loss, the slope of that in the log-probability, and if the gradient is stopped.
+const detached = (weight, A, logp, stopped = false) => [-weight * A * logp, -weight * A, stopped];
 const SURROGATES = {
   clipped(logRatio, A, logp, o) {
     const r = Math.exp(logRatio), inside = clamp(r, 1 - o.clip_eps_low, 1 + o.clip_eps_high);
-    const stopped = r * A > inside * A;
-    return [-Math.min(r * A, inside * A), stopped ? 0 : -r * A, stopped];
+    return r * A > inside * A ? [-inside * A, 0, true] : [-r * A, -r * A, false];
   },
-  cispo: (logRatio, A, logp, o, r = Math.exp(logRatio)) => [-Math.min(r, 5) * A * logp, -Math.min(r, 5) * A, r > 5],
+  cispo: (logRatio, A, logp) => detached(Math.min(Math.exp(logRatio), 5), A, logp, Math.exp(logRatio) > 5),
   sapo(logRatio, A) {
     const r = Math.exp(logRatio), tau = A > 0 ? 1 : 1.05, gate = sigmoid(tau * (r - 1));
     return [-gate * 4 / tau * A, -4 * gate * (1 - gate) * r * A, false];
   },
   vespo(logRatio, A, logp) {
     const [k, lambda] = A >= 0 ? [2, 3] : [3, 2];
-    const phi = Math.exp(k * logRatio + lambda * (1 - Math.exp(logRatio)));
-    return [-phi * A * logp, -phi * A, false];
+    return detached(Math.exp(k * logRatio + lambda * (1 - Math.exp(logRatio))), A, logp);
   },
+  dppo(logRatio, A, logp, o) {  // the clip range is one of probabilities
+    const gain = Math.exp(logp) - Math.exp(logp - logRatio);
+    const stopped = A < 0 ? gain < -o.clip_eps_low : A > 0 && gain > o.clip_eps_high;
+    return detached(stopped ? 0 : Math.min(Math.exp(logRatio), 20), A, logp, stopped);
+  },
+  deepseek: (logRatio, A, logp, o, mean) =>  // what has drifted away is not pushed further down
+    mean < -0.5 && A < 0 ? [0, 0, true] : SURROGATES.clipped(logRatio, A, logp, o),
 };
 // A normalizer: what a token of a sequence of n trained tokens counts in the step's loss.
 const sequenceMean = (n, counts) => 1 / (n * counts.sequences), sequenceSum = (n, counts) => 1 / counts.sequences;
@@ -33,19 +39,18 @@ const tokenMean = (n, counts) => 1 / counts.tokens;
 const constantMean = (n, counts) => 1 / (counts.sequences * counts.max_tokens);
 // A loss: surrogate, normalizer, what stands for a sequence's log-ratios, its paper's settings.
 const LOSSES = {
-  grpo: ["clipped", sequenceMean],
-  dapo: ["clipped", tokenMean, null, {clip_eps_high: 0.28}],
+  grpo: ["clipped", sequenceMean], dapo: ["clipped", tokenMean, null, {clip_eps_high: 0.28}],
   dr_grpo: ["clipped", constantMean, null, {scale_rewards: "none"}],
-  cispo: ["cispo", tokenMean],
-  sapo: ["sapo", sequenceMean],
+  cispo: ["cispo", tokenMean], sapo: ["sapo", sequenceMean],
   gspo: ["clipped", sequenceMean, "mean", {clip_eps_low: 3e-4, clip_eps_high: 4e-4}],
   luspo: ["clipped", sequenceSum, "mean", {clip_eps_low: 2e-3, clip_eps_high: 2.5e-3}],
-  vespo: ["vespo", tokenMean, "sum"],
+  vespo: ["vespo", tokenMean, "sum"], dppo: ["dppo", tokenMean],
+  deepseek: ["deepseek", sequenceMean, null, {scale_rewards: "none"}],
 };
+const SCALES = {rloo: "none", gdpo: "batch"};  // of the paper of a credit
 // A loss of a pair, whose log-ratios c and r are sums over tokens, and cm and rm means.
 const PAIR_LOSSES = {
-  sigmoid: ({c, r}, beta) => -logSigmoid(beta * (c - r)),
-  hinge: ({c, r}, beta) => Math.max(0, 1 - beta * (c - r)),
+  sigmoid: ({c, r}, beta) => -logSigmoid(beta * (c - r)), hinge: ({c, r}, beta) => Math.max(0, 1 - beta * (c - r)),
   ipo: ({cm, rm}, beta) => (cm - rm - 1 / (2 * beta)) ** 2,
   bco_pair: ({c, r}, beta) => -logSigmoid(beta * c) - logSigmoid(-beta * r),
   sppo_hard: ({c, r}, beta) => (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
@@ -55,16 +60,13 @@ const PAIR_LOSSES = {
 const COLUMNS = ["advantage", "ratio", "kl", "loss", "weight", "clipped",
   "chosen", "rejected", "chosen_mean", "rejected_mean", "nll"];  // these of dpo.py
 const columns = tokens => Object.fromEntries(COLUMNS.map(name => [name, tokens.map(t => t[name] ?? 0)]));
-
 function klEstimate(logp, ref, old, kind) {  // [value, its slope in logp]
   const x = logp - ref, k3 = Math.exp(-x) - 1 + x, slope = 1 - Math.exp(-x), r = Math.exp(logp - old);
   return {k2: [x * x / 2, x], k3: [k3, slope], k3_ratio: [k3 * r, (slope + k3) * r]}[kind];
 }
-
 const members = ids => [...new Set(ids)].map(id => ids.flatMap((other, i) => other === id ? [i] : []));  // of each id
 const divisor = (rewards, groupRewards, scale) => scale === "none" ? 1 : scale === "mean" ? mean(groupRewards)
   : std(scale === "batch" ? rewards : groupRewards) + 1e-4;
-
 function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
   const advantages = rewards.map(() => 0);
   for (const group of members(ids)) {
@@ -76,34 +78,44 @@ function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
   return advantages;
 }
 
-// A credit takes episodes {group, rewards: of the turns} and returns a list of turns for each.
+// A credit takes episodes {group, rewards: of the turns, states, parts} and returns a list of turns for each.
 const returnsToGo = values => values.map((_, k) => sum(values.slice(k)));
 const totals = episodes => episodes.map(t => sum(t.rewards)), groups = episodes => episodes.map(t => t.group);
 const logRatios = ({logp, ref, old}) => logp.map((x, i) => x - (ref || old)[i]);  // of dpo.py
 const splitLike = (values, episodes, start = 0) => episodes.map(t => values.slice(start, start += t.rewards.length));
-const peersByTurn = episodes => episodes.flatMap(t => t.rewards.map((_, k) => `${k} ${t.group}`));
-const ownersOfTurns = episodes => episodes.flatMap(t => t.rewards.map(() => t.group));
-const returnsOfTurns = episodes => episodes.flatMap(t => returnsToGo(t.rewards));
+const groupsBy = (peersOf, episodes) => episodes.flatMap(t => t.rewards.map((_, k) => `${peersOf(t, k)} ${t.group}`));
+const ofAllTurns = (episodes, values) => episodes.map((t, i) => t.rewards.map(() => values[i]));
+const returnsAmong = (peersOf, episodes, scale) => splitLike(
+  groupAdvantages(episodes.flatMap(t => returnsToGo(t.rewards)), groupsBy(peersOf, episodes), scale), episodes);
 const CREDITS = {
-  episode(episodes, scale, leaveOneOut = false) {
-    const values = groupAdvantages(totals(episodes), groups(episodes), scale, leaveOneOut);
-    return episodes.map((t, i) => t.rewards.map(() => values[i]));
-  },
-  turn: (episodes, scale) =>
-    splitLike(groupAdvantages(returnsOfTurns(episodes), peersByTurn(episodes), scale), episodes),
+  episode: (episodes, scale, o, leaveOneOut = false) =>
+    ofAllTurns(episodes, groupAdvantages(totals(episodes), groups(episodes), scale, leaveOneOut)),
+  turn: (episodes, scale) => returnsAmong((t, k) => k, episodes, scale),
   return(episodes, scale) {  // the episode's advantage, less what its earlier turns have earned
     const returns = totals(episodes), values = groupAdvantages(returns, groups(episodes), scale);
     return episodes.map((t, i) => {
       const own = returns.filter((_, k) => episodes[k].group === t.group), by = divisor(returns, own, scale);
-      return returnsToGo(t.rewards).map(x =>
-        own.every(r => r === own[0]) ? 0 : values[i] + (x - returns[i]) / by);
+      return returnsToGo(t.rewards).map(x => own.every(r => r === own[0]) ? 0 : values[i] + (x - returns[i]) / by);
     });
   },
   process(episodes, scale) {
-    const values = groupAdvantages(episodes.flatMap(t => t.rewards), ownersOfTurns(episodes), scale);
+    const values = groupAdvantages(episodes.flatMap(t => t.rewards), groupsBy(() => "", episodes), scale);
     return splitLike(values, episodes).map(returnsToGo);
   },
-  rloo: (episodes, scale) => CREDITS.episode(episodes, scale, true),
+  rloo: (episodes, scale, o) => CREDITS.episode(episodes, scale, o, true),
+  gigpo(episodes, scale) {
+    const whole = CREDITS.episode(episodes, scale), inState = returnsAmong((t, k) => t.states[k], episodes, scale);
+    return whole.map((values, i) => values.map((x, k) => x + inState[i][k]));
+  },
+  gdpo(episodes, scale, {reward_weights: weights}) {
+    const total = episodes.map(() => 0);
+    for (const [name, weight] of Object.entries(weights)) {
+      const scored = episodes.flatMap(({parts}, i) => name in parts ? [i] : []), own = scored.map(i => episodes[i]);
+      const values = groupAdvantages(own.map(({parts}) => parts[name]), groups(own), "group");
+      scored.forEach((i, k) => { total[i] += weight * values[k]; });
+    }
+    return ofAllTurns(episodes, groupAdvantages(total, groups(episodes), scale));
+  },
 };
 
 // What a loss does to a step's episodes {group, rewards, turn, logp, old, ref, sampled}: a row of
@@ -116,36 +128,31 @@ function tokenWeights(episodes, o, counts) {
   return likelihoodWeights(episodes, {imitate: () => 1, linear: above => clamp(above, 0, 20),
     exp: above => Math.min(Math.exp(above / o.beta), 20)}[name]);
 }
-
 function surrogateWeights(episodes, o, counts) {
   const [surrogate, normalizer, over] = LOSSES[o.loss], cap = o.importance_correction;
-  const credits = CREDITS[o.credit](episodes, o.scale_rewards);
+  const credits = CREDITS[o.credit](episodes, o.scale_rewards, o);
   return episodes.map(({logp, old, ref, sampled, turn}, e) => {
-    const total = sum(logp.map((x, i) => x - old[i])), share = normalizer(logp.length, counts);
+    const n = logp.length, total = sum(logp.map((x, i) => x - old[i])), share = normalizer(n, counts);
     return columns(logp.map((x, i) => {
-      const logRatio = {mean: total / logp.length, sum: total}[over] ?? x - old[i];
+      const logRatio = {mean: total / n, sum: total}[over] ?? x - old[i];
       const A = credits[e][turn[i]] * (cap ? Math.min(Math.exp(old[i] - sampled[i]), cap) : 1);
-      const [loss, slope, stopped] = SURROGATES[surrogate](logRatio, A, x, o);
+      const [loss, slope, stopped] = SURROGATES[surrogate](logRatio, A, x, o, total / n);
       const [kl, klSlope] = ref ? klEstimate(x, ref[i], old[i], o.kl_estimator) : [0, 0];
       return {advantage: A, ratio: Math.exp(logRatio), kl, loss: loss + o.kl_coef * kl,
         weight: share * (slope + o.kl_coef * klSlope), clipped: Number(stopped)};
     }));
   });
 }
-
 const distillWeights = (episodes, {tokens}) => episodes.map(({logp, old, ref}) => columns(logp.map((x, i) => {
   const A = (ref || old)[i] - x, ratio = Math.exp(x - old[i]);  // ref is the teacher
   return {advantage: A, ratio, loss: -ratio * A, weight: -ratio * A / tokens};
 })));
-
 function likelihoodWeights(episodes, weightOf) {  // sft.py, reward_weighted.py
-  const above = groupAdvantages(returnsOfTurns(episodes), peersByTurn(episodes), "none");
-  const weights = splitLike(above.map(weightOf), episodes);
+  const weights = returnsAmong((t, k) => k, episodes, "none").map(above => above.map(weightOf));
   const ofTokens = episodes.map((t, e) => t.turn.map(k => weights[e][k])), total = sum(ofTokens.flat()) || 1;
   return episodes.map(({logp}, e) => columns(ofTokens[e].map((w, i) =>
     ({advantage: w, loss: -w * logp[i], weight: -w / total}))));
 }
-
 function pairWeights(episodes, name, o) {  // dpo.py, of the best and the worst of each group
   const rewards = totals(episodes), ofEpisode = episodes.map(() => ({}));
   const pairs = members(groups(episodes)).map(group => [...group].sort((a, b) => rewards[b] - rewards[a]))
@@ -161,11 +168,9 @@ function pairWeights(episodes, name, o) {  // dpo.py, of the best and the worst 
   }
   return episodes.map(({logp}, e) => columns(logp.map(() => ofEpisode[e])));  // all have one slope
 }
-
 // The 95 % interval of a difference of two shares, from theirs: Newcombe 1998, method 10.
 const difference = (p1, [low1, high1], p2, [low2, high2]) => [p2 - p1,
   p2 - p1 - Math.hypot(p2 - low2, high1 - p1), p2 - p1 + Math.hypot(high2 - p2, p1 - low1)];
-
 // ------------------------------------------------------------------------------------------ data
 // What one looks at: places in DATA; an episode's is that in its group sorted by reward.
 const state = {run: 0, step: 0, group: 0, episode: 0, token: null, pinned: false, last: true,
@@ -177,13 +182,11 @@ const plots = [];
 let DATA, STEPS, palette;  // STEPS: for each run [[step, its groups]]
 
 const theRun = () => DATA.runs[state.run], theGroups = () => STEPS[state.run][state.step]?.[1] || [];
-const theGroup = () => theGroups()[state.group];
-const theEpisode = () => theGroup().episodes[state.episode];
+const theGroup = () => theGroups()[state.group], theEpisode = () => theGroup().episodes[state.episode];
 const goTo = change => show({token: null, pinned: false, group: 0, episode: 0, ...change});
 const isHidden = episode => document.body.classList.contains("class") && !revealed.has(episode);
 const reveal = episodes => show(void episodes.forEach(episode => revealed.add(episode)));
 const tells = name => /advantage|weight|clipped/.test(name);  // what a class is to predict
-
 function stepsOf(run) {
   const all = [...(run.groups || []), ...(run.pairs || []).map(p => ({...p, episodes: [p.chosen, p.rejected]}))];
   for (const group of all) if (!group.chosen) group.episodes.sort((a, b) => b.reward - a.reward);
@@ -220,7 +223,6 @@ const COLOURS = {
   KL: {needs: "ref", two: true, of: (n, i) => n.new[i] - n.ref[i]},
   entropy: {needs: "entropy", of: (n, i) => n.entropy[i]},
 };
-
 // ----------------------------------------------------------------------------------------- tools
 const find = id => document.getElementById(id), every = selector => document.querySelectorAll(selector);
 const css = name => getComputedStyle(document.body).getPropertyValue(name).trim();
@@ -230,14 +232,12 @@ const metricTitle = name => [name, ...(DATA.metrics?.[name] || [])].filter(Boole
 const floats = value => typeof value !== "string" ? value  // base64 of float32s, a list, or null
   : [...new Float32Array(Uint8Array.from(atob(value), c => c.charCodeAt(0)).buffer)];
 const largestOf = values => values.reduce((most, x) => Math.abs(x) > most ? Math.abs(x) : most, 0);
-
 function number(x) {
   if (x == null || !Number.isFinite(x)) return String(x ?? "–");
   if (Math.abs(x) >= 1000) return x.toLocaleString("en", {maximumFractionDigits: 0});
   const tiny = x !== 0 && Math.abs(x) < 1e-3;
   return (tiny ? x.toExponential(1) : String(Number(x.toPrecision(3)))).replaceAll("-", "−");
 }
-
 // h("p.note", {title: "why"}, "text") makes an element. Text only ever becomes text.
 function h(tag, attributes = {}, ...children) {
   const [name, ...classes] = tag.split(".");
@@ -249,24 +249,20 @@ function h(tag, attributes = {}, ...children) {
   }
   return put(node, children);
 }
-
 function put(target, ...children) {  // what is null or false is left out
   const node = typeof target === "string" ? find(target) : target;
   node.replaceChildren(...children.flat(4).filter(child => child || child === 0));
   return node;
 }
-
 function colourOf(share, two) {  // of -1 .. 1: orange, zero (white, grey in the dark), blue
   const end = palette[two && share > 0 ? 2 : 1], part = Math.min(Math.abs(share), 1) ** 0.75;
   return `rgb(${palette[0].map((c, i) => Math.round(c + part * (end[i] - c)))})`;
 }
-
 function bar(x, low, high, middle) {  // from 0 to x, with a line at the middle
   const at = y => percent((y - low) / (high - low || 1)), width = percent(Math.abs(x) / (high - low || 1));
   return h("span.track", {}, h(x < 0 ? "i.down" : "i.up", {style: {left: at(Math.min(0, x)), width}}),
     middle != null && h("em", {style: {left: at(middle)}}));
 }
-
 const callText = ({name, arguments: values, error}) => `${name}(${short(Object.values(values ?? {})
   .map(v => typeof v === "string" ? v : JSON.stringify(v)).join(", "), 80)})${error ? " ✗" : ""}`;
 const solvedOf = episodes => episodes.some(e => e.success != null)
@@ -278,7 +274,6 @@ const rewardsOf = items => items.flatMap(({episodes}) => episodes.map(e => e.rew
 const rewardRange = items => [Math.min(0, ...rewardsOf(items)), Math.max(0, ...rewardsOf(items))];
 const rewardBars = ({episodes}, [low, high]) => h("span.bars", {}, episodes.map(e =>
   h("i", {style: {height: percent(0.1 + 0.9 * ((e.reward ?? 0) - low) / (high - low || 1))}})));
-
 // ------------------------------------------------------------------------------ steps and groups
 function show(change = {}) {
   Object.assign(state, change);
@@ -336,8 +331,7 @@ function drawGroup() {
   put("rows", episodes.map((episode, e) => h("div.row", {"aria-current": e === state.episode,
     onclick: () => show({episode: e, token: null, pinned: false})},
   h("div.reward", {}, h("b", {}, number(rewards[e])), bar(rewards[e], low, high, middle)),
-  h("canvas.strip"),
-  h("div.advantage", {}, isHidden(episode)
+  h("canvas.strip"), h("div.advantage", {}, isHidden(episode)
     ? h("button.guess", {title: "Predict it, then click.", onclick: () => reveal([episode])}, "?")
     : [bar(advantages[e] ?? 0, -largest, largest, 0), h("b", {}, signed(advantages[e]))]),
   h("div.calls", {}, group.chosen && ["chosen: ", "rejected: "][e],
@@ -390,7 +384,6 @@ function drawColours() {
   put("legend", largest > 0 && (two ? [-largest, 0, largest] : [0, largest]).map(x =>
     h("i", {style: {backgroundColor: colour(x)}}, write(x))));
 }
-
 // ---------------------------------------------------------------------------- episodes and tokens
 function drawEpisode() {
   const {episodes, chosen} = theGroup(), [colour] = painter();
@@ -467,13 +460,13 @@ function drawEquation(episode, i) {
   const source = (theRun().equations || []).find(({loss}) => loss === (name || family));
   put("source", source && `${source.file}:${source.line}  ${source.code}`);
 }
-
 // --------------------------------------------------------------------------------------- what if
-function settingsOf({algorithm, flags = {}}) {
+function settingsOf({algorithm, flags = {}, reward_weights}) {
   const loss = {sft: "sft:imitate",reward_weighted: `reward_weighted:${flags.weighting}`, distill: "distill:reverse_kl",
     dpo: `dpo:${(flags.loss || "sigmoid").split(",")[0]}`}[algorithm] || flags.loss || "grpo";
   return {credit: "episode", clip_eps_low: 0.2, clip_eps_high: 0.2, kl_coef: 0, beta: 0.1, sft_coef: 1,
-    kl_estimator: "k3_ratio", ...flags, scale_rewards: flags.scale_rewards || "group", loss, reward_added: 0};
+    kl_estimator: "k3_ratio", ...flags, reward_weights, loss, reward_added: 0,
+    scale_rewards: flags.scale_rewards || "group"};
 }
 
 function inputOf(episode, group, g, added) {  // of tokenWeights
@@ -481,15 +474,23 @@ function inputOf(episode, group, g, added) {  // of tokenWeights
   const rewards = Array.from({length: last + 1}, (_, k) => episode.turn_rewards?.[k] ?? 0);
   if (group.chosen) rewards[last] += (episode === group.chosen) - sum(rewards);
   if (episode === theEpisode()) rewards[last] += added;
-  return {group: g, rewards, turn, logp, old, ref, sampled};
+  return {group: g, rewards, turn, logp, old, ref, sampled, states: episode.states ?? [], parts: episode.parts ?? {}};
+}
+
+function missing({loss, credit, importance_mode: mode, reward_weights}) {  // what the page cannot compute
+  const [family, name] = loss.split(":"), isGrpo = family in LOSSES;
+  if (!isGrpo && !(name in PAIR_LOSSES) && !/^(distill|sft|reward_weighted)$/.test(family)) return `loss ${loss}`;
+  if (isGrpo && !(credit in CREDITS)) return `credit ${credit}`;
+  if (isGrpo && /mask|sequence/.test(mode)) return `importance_mode ${mode}`;
+  return isGrpo && credit === "gdpo" && !reward_weights && "credit gdpo: it takes two --rewards or more, and no veto";
 }
 
 // Adam divides a loss's scale away, so what is compared is how it shares its push among the tokens.
 function computeWhatIf() {
-  const o = {...settingsOf(theRun()), ...state.whatIf}, [family, name] = o.loss.split(":"), groups = theGroups();
+  const o = {...settingsOf(theRun()), ...state.whatIf}, groups = theGroups(), lacking = missing(o);
   asked.clear();
-  if (!(family in LOSSES) && !(name in PAIR_LOSSES) && !/^(distill|sft|reward_weighted)$/.test(family)
-    || !(o.credit in CREDITS) || /mask|sequence/.test(o.importance_mode)) return;  // what they need is not on the page
+  put("outcome", state.whatIf && lacking && `The page cannot compute ${lacking}.`);
+  if (lacking) return;
   const episodes = groups.flatMap(group => group.episodes);
   const inputs = groups.flatMap((group, g) => group.episodes.map(e => inputOf(e, group, g, o.reward_added)));
   const {episodes: played, sampled_tokens: each} = theRun().steps.find(row => row.step === groups[0].step) || {};
@@ -519,11 +520,12 @@ function fillForm(values) {
 
 function ask({target: {name, type, value}}) {
   const values = {...settingsOf(theRun()), ...state.whatIf, [name]: type === "range" ? Number(value) : value};
-  if (name === "loss") Object.assign(values, {scale_rewards: "group"}, LOSSES[value]?.[3]);
+  const scale = SCALES[values.credit];
+  if (name === "credit" && scale) values.scale_rewards = LOSSES[values.loss]?.[3]?.scale_rewards ?? scale;
+  if (name === "loss") Object.assign(values, {scale_rewards: scale ?? "group"}, LOSSES[value]?.[3]);
   fillForm(values);
   show({whatIf: values, colour: "weight"});
 }
-
 // ----------------------------------------------------------------------- the same task over steps
 function occurrences() {  // [[task, [{label, episodes}]]] of what was played twice, in all runs
   const found = DATA.runs.flatMap((run, r) => {
@@ -551,7 +553,6 @@ function drawSame(right = state.right, task = state.task) {  // on the left stay
     talk(episode, items[place].label, (node, t) =>
       t <= parting && node.classList.add(t < parting ? "common" : "parting"))));
 }
-
 // ---------------------------------------------------------------------------------------- curves
 function drawCurves() {
   const rows = DATA.runs.flatMap(run => run.steps), names = [...new Set(rows.flatMap(Object.keys))]
@@ -631,7 +632,6 @@ function openStep(run, step) {
   goTo({step: away.indexOf(Math.min(...away))});
   find("steps").scrollIntoView({behavior: "smooth"});
 }
-
 // --------------------------------------------------------------------------------- runs and keys
 function drawCompare() {
   const {runs} = DATA, [first, ...others] = runs, text = (run, flag) => String(run.flags?.[flag] ?? "–");

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from extras.show.page import group, html_of
 
 PAGE = Path(__file__).resolve().parents[3] / "extras" / "show" / "page"
 NODE, CHROMIUM, DRIVER = (shutil.which(name) for name in ("node", "chromium", "chromedriver"))
+WEIGHTS = {"exact": 1.0, "length": 0.25}  # of two functions of --rewards, of very different size
 EVIL = "<script>document.title='run'</script></script><img src=x onerror=document.title='run'>\u202e&lt;"
 
 
@@ -53,7 +55,9 @@ def random_episodes(seed, groups=3, size=4, equal=()):
             logp = [-rng.expovariate(1) for _ in turn]
             old, ref, sampled = ([x + rng.gauss(0, width) for x in logp] for width in (0.4, 0.5, 0.4))
             rewards = [float(rng.choice([0, 1, 2, -1])) if g not in equal else 1.0 / turns for _ in range(turns)]
-            inputs.append({"group": g, "rewards": rewards, "turn": turn, "logp": logp, "old": old, "ref": ref, "sampled": sampled})
+            parts = {name: rng.gauss(0, size) for name, size in (("exact", 1), ("length", 30)) if rng.random() < 0.9}
+            inputs.append({"group": g, "rewards": rewards, "turn": turn, "logp": logp, "old": old, "ref": ref, "sampled": sampled,
+                           "states": [rng.randint(0, 1) for _ in rewards], "parts": parts})
     return inputs
 
 
@@ -66,7 +70,8 @@ def tensors(inputs):
         mask[b, place] = 1
         for name, x in values.items():
             x[b, place] = torch.tensor(row[name])
-    episodes = [SimpleNamespace(rewards=row["rewards"], group_id=row["group"], reward=sum(row["rewards"])) for row in inputs]
+    episodes = [SimpleNamespace(rewards=row["rewards"], group_id=row["group"], reward=sum(row["rewards"]), reward_parts=row["parts"],
+                                info={"states": row["states"], "reward_weights": WEIGHTS}) for row in inputs]
     return episodes, mask, values, places
 
 
@@ -76,7 +81,7 @@ def at(x, places):
 
 def settings(**changed):
     return {"loss": "grpo", "credit": "episode", "scale_rewards": "group", "clip_eps_low": 0.2, "clip_eps_high": 0.28, "kl_coef": 0.0,
-            "kl_estimator": "k3_ratio", "importance_correction": None, "beta": 0.1, "sft_coef": 0.0, **changed}
+            "kl_estimator": "k3_ratio", "importance_correction": None, "beta": 0.1, "sft_coef": 0.0, "reward_weights": WEIGHTS, **changed}
 
 
 def same(got, asked, places):
@@ -84,11 +89,10 @@ def same(got, asked, places):
         assert row == pytest.approx(lists, rel=1e-6, abs=1e-9)
 
 
-# What the page cannot mirror: it has no states, no weights of reward functions, and no means over a sequence beside its tokens.
-NOT_MIRRORED = {"dppo", "deepseek", "gigpo", "gdpo"}
-MIRRORED = {name: [choice for choice in table if choice not in NOT_MIRRORED] for name, table in (("loss", grpo.LOSSES), ("credit", grpo.CREDITS))}
+MIRRORED = {"loss": list(grpo.LOSSES), "credit": list(grpo.CREDITS)}
 GRID = ([{name: choice} for name, choices in MIRRORED.items() for choice in choices] + [{"scale_rewards": "mean", "credit": "return"}, {"scale_rewards": "mean"}]
         + [{"credit": "turn", "scale_rewards": "batch"}, {"credit": "return", "scale_rewards": "batch"}, {"scale_rewards": "none"},
+           {"credit": "gdpo", "scale_rewards": "batch"}, {"credit": "gigpo", "scale_rewards": "none"},
            {"loss": "dapo", "importance_correction": 1.3}, {"loss": "gspo", **{"clip_eps_low": 0.05, "clip_eps_high": 0.05}}]
         + [{"kl_coef": 0.7, "kl_estimator": kind} for kind in ("k2", "k3", "k3_ratio")])
 
@@ -99,9 +103,11 @@ def test_the_mirrors_of_grpo_equal_it_in_value_and_gradient():
     cases = [(change, random_episodes(seed, equal={1})) for seed, change in enumerate(GRID)]
     for row in [row for change, inputs in cases if change.get("scale_rewards") == "mean" for row in inputs]:
         row["rewards"] = [abs(reward) for reward in row["rewards"]]
+    for row in [row for change, inputs in cases if change.get("loss") == "deepseek" for row in inputs[::2]]:
+        row["old"] = [x + 0.5 for x in row["old"]]  # the policy has drifted away from half of the episodes
     counts = {"sequences": 64, "tokens": 999, "max_tokens": 512}
     answers = mirrored([("tokenWeights", [inputs, settings(**change), counts]) for change, inputs in cases])
-    stopped = 0
+    stopped = Counter()
     for (change, inputs), rows in zip(cases, answers):
         o = SimpleNamespace(**settings(**change), entropy_coef=0.0)
         episodes, mask, x, places = tensors(inputs)
@@ -119,11 +125,12 @@ def test_the_mirrors_of_grpo_equal_it_in_value_and_gradient():
         same([row["advantage"] for row in rows], advantages, places)
         same([row["loss"] for row in rows], token_loss.detach(), places)
         same([row["weight"] for row in rows], logprobs.grad, places)
-        clip = log.get("clip_low", torch.zeros_like(mask)) + log.get("clip_high", torch.zeros_like(mask)) > 0
+        clip = sum(log.get(name, torch.zeros_like(mask)) for name in ("clip_low", "clip_high", "off_policy")) > 0
         same([row["clipped"] for row in rows], clip.double().expand(mask.shape), places)
-        stopped += int(clip.sum())
+        stopped[o.loss] += int(clip.sum())
+        stopped["off_policy"] += int(log.get("off_policy", mask * 0).sum())
         assert any(any(row["weight"]) for row in rows)
-    assert stopped > 20
+    assert stopped["grpo"] > 20 and stopped["dppo"] and 0 < stopped["off_policy"] < stopped["deepseek"]
 
 
 @pytest.mark.skipif(not NODE, reason="node is not installed")
@@ -185,7 +192,7 @@ def test_the_difference_of_two_shares_equals_newcombe():
 @pytest.mark.parametrize("rewards, advantages, silent", [([1.0, 1.0], [None, None], "all rewards are equal"), ([1.0, 1.0], [0.0, 0.0], "all rewards"),
                                                          ([1.0, 0.0], [None, None], None), ([1.0, 0.0], [0.0, 0.0], "all advantages are 0")])
 def test_a_group_is_not_called_silent_where_nothing_was_recorded(rewards, advantages, silent):
-    shown = group(0, [({"messages": []}, {"reward": r, "advantage": a}) for r, a in zip(rewards, advantages)])["silent"]
+    shown = group(0, [({"messages": [], "info": {}}, {"reward": r, "advantage": a, "turns": []}) for r, a in zip(rewards, advantages)])["silent"]
     assert shown is None if silent is None else shown.startswith(silent)
 
 
@@ -199,7 +206,7 @@ def test_what_one_can_choose_is_what_the_algorithms_have():
     html = (PAGE / "page.html").read_text()
     options = {name: re.findall(r"<option[^>]*>(\w+)", block)
                for name, block in re.findall(r'<select name="(\w+)"[^>]*>(.*?)</select>', html, re.S)}
-    assert options["credit"] == MIRRORED["credit"] and set(options["loss"]) >= set(MIRRORED["loss"]) and not set(options["loss"]) & NOT_MIRRORED
+    assert options["credit"] == MIRRORED["credit"] and set(options["loss"]) >= set(MIRRORED["loss"])
     assert options["scale_rewards"] == list(flags_of(grpo.Config)["scale_rewards"].choices)
     code = (PAGE / "page.js").read_text()
     for name, paper in grpo.PAPER_SETTINGS.items():  # the clip range that choosing a loss sets
@@ -207,6 +214,8 @@ def test_what_one_can_choose_is_what_the_algorithms_have():
             if name in grpo.LOSSES and field.startswith("clip"):
                 stated = re.search(rf"{name}: .*?{field}: ([\d.e-]+)", code, re.S)[1]
                 assert float(stated) == value
+            if name in grpo.CREDITS:
+                assert field == "scale_rewards" and f'{name}: "{value}"' in re.search(r"const SCALES = .*", code)[0]
 
 
 # -------------------------------------------------------------------------------------------------- data of a page
@@ -446,6 +455,14 @@ def test_what_if_recolours_and_counts_what_two_losses_disagree_on(opened):
     for loss in page.js("return [...document.querySelectorAll('[name=loss] option')].map(o => o.value)"):
         page.set("[name=loss]", loss)
         assert f"of {page.js('return asked.size && [...asked.values()].flatMap(r => r.weight).length')} tokens" in page.text("#outcome")
+    page.set("[name=loss]", "dppo")
+    page.set("[name=credit]", "gdpo")
+    assert page.text("#outcome") == "The page cannot compute credit gdpo: it takes two --rewards or more, and no veto."
+    page.click("#whatif button")
+    page.js("theRun().reward_weights = {answer: 1, form: 0.5}")
+    for credit, scale in (("gigpo", "group"), ("gdpo", "batch"), ("rloo", "none")):
+        page.set("[name=credit]", credit)
+        assert "tokens" in page.text("#outcome") and page.js("return document.querySelector('[name=scale_rewards]').value") == scale
 
 
 def test_keys_lead_through_steps_groups_episodes_and_tokens(opened):

@@ -194,6 +194,32 @@ def test_clipped_is_where_the_loss_says_so(tmp_path, loss):
     assert view.Reader(None, {"loss": "sapo"}).clipped(values) is None
 
 
+def test_a_turns_state_is_that_of_gigpo(tmp_path):
+    """One number where credits.states_of says the same, be it the environment's `_state()` or what the turn answers."""
+    from agent import Trajectory
+    from extras.zoo.credits import states_of
+    rows = [episode(calls=["a", "b"]), episode(calls=["a"]), episode(calls=["a", "b"], states=["x", "y", "x"])]
+    for row in rows:  # a tool's result is one token, the same for the same text
+        row["token_ids"][4::3] = [70] * (len(row["rewards"]) - 1)
+    rows[1]["messages"][2]["content"], rows[1]["token_ids"][4] = "does not fit", 71
+    byte_level(tmp_path)
+    shown = [state for e in episodes_of(folder(tmp_path, episodes=rows)) for state in e["states"]]
+    assert max(shown) == len(set(shown)) - 1  # small numbers, which take little of the page
+    stated = [state for row in rows for state in states_of(Trajectory(rewards=row["rewards"], messages=row["messages"], info=row["info"]))]
+    assert len(shown) == len(stated) == 8 and [shown.index(x) for x in shown] == [stated.index(x) for x in stated] == [0, 1, 1, 0, 4, 5, 6, 5]
+
+
+@pytest.mark.parametrize("rewards, weights", [
+    ("exact,length=0.5", {"exact": 1.0, "length": 0.5}), ("judge:rubrics/kind.md=2, my.py:length", {"kind": 2.0, "length": 1.0}),
+    ("exact,environment=0", {"environment": 0.0, "exact": 1.0}), ("exact", {"environment": 1.0, "exact": 1.0}),
+    ("exact,length=veto", None), ("never", None), (None, None)])
+def test_the_weights_that_gdpo_needs_are_those_of_rewards(rewards, weights):
+    parts = {"exact": 1.0, "length": -2.0, "kind": 0.5, "environment": 3.0, "answer": 1.0}
+    if weights and "environment" not in weights:  # one that pays nothing has no part
+        del parts["environment"]
+    assert view.reward_weights(rewards, [{"episodes": [{"parts": {}}, {"parts": parts}]}]) == weights
+
+
 def test_a_pair_stands_side_by_side_with_its_implicit_rewards(tmp_path):
     row = {"step": 4, "episode": episode(calls=()), "new": [packed([-1.0] * 2)], "weight": [packed([-0.1] * 2)], "ref_sum": [packed([-3.0])]}
     other = {**row, "episode": episode(calls=(), reward=0.0), "ref_sum": [packed([-1.5])]}
