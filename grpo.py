@@ -70,8 +70,8 @@ def divisor(rewards, group, scale):
     "group": its std, arXiv 2402.03300. "batch": the std of all, arXiv 2508.08221. "none": 1, Dr.
     GRPO, arXiv 2503.20783. "mean": its mean, MaxRL, arXiv 2602.02710, where no reward is negative.
     """
-    if scale == "mean" and rewards.min() < 0:
-        raise UserError(f"--scale_rewards mean: a reward is negative: {rewards.min():.3g}")
+    if scale == "mean" and (low := rewards.min()) < 0:
+        raise UserError(f"--scale_rewards mean: a reward is {low:.3g} < 0: lower --reward_bias")
     return {"group": (rewards[group] - rewards[group[0]]).std() + 1e-4, "none": 1.0,
             "batch": rewards.std() + 1e-4, "mean": rewards[group].mean()}[scale]
 

@@ -601,7 +601,7 @@ def test_scale_by_the_mean_by_hand():
         r = [random.Random(group).random() for _ in range(5)]
         mean = sum(r) / 5
         assert group_advantages(torch.tensor(r), [0] * 5, "mean").tolist() == pytest.approx([(x - mean) / mean for x in r], rel=1e-12)
-    with pytest.raises(UserError, match="a reward is negative: -0.5"):
+    with pytest.raises(UserError, match="a reward is -0.5 < 0: lower --reward_bias"):
         group_advantages(torch.tensor([1.0, -0.5]), [0, 0], "mean")
 
 
