@@ -8,12 +8,16 @@ import math
 import torch
 
 
-def gigpo(episodes, *, compare, omega=1.0, gamma=1.0, **options):
+# The discount of GiGPO: algorithm.gamma in the scripts of its code, langfengQ/verl-agent. So of two
+# ways to the same reward the shorter one is better. 1 is the return that grpo.py's own credits know.
+GAMMA = 0.95
+
+
+def gigpo(episodes, *, compare, omega=1.0, gamma=GAMMA, **options):
     """A_episode + omega A_step: group in group, GiGPO, arXiv 2505.10978.
 
     A_step compares a turn's return-to-go, sum_k gamma^k r, with those of all turns of the group
-    that were taken in the same state. Alone in its state, a turn gets A_episode. The paper
-    discounts with 0.95; 1 is the return that the rest of grpo.py knows.
+    that were taken in the same state. Alone in its state, a turn gets A_episode.
     """
     totals = torch.tensor([math.fsum(t.rewards) for t in episodes])  # (B,)
     turns = torch.tensor([len(t.rewards) for t in episodes])  # (B,)

@@ -79,14 +79,14 @@ function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
 }
 
 // A credit takes episodes {group, rewards: of the turns, states, parts} and returns a list of turns for each.
-const returnsToGo = values => values.map((_, k) => sum(values.slice(k)));
+const returnsToGo = (values, gamma = 1) => values.map((_, k) => sum(values.slice(k).map((r, j) => gamma ** j * r)));
 const totals = episodes => episodes.map(t => sum(t.rewards)), groups = episodes => episodes.map(t => t.group);
 const logRatios = ({logp, ref, old}) => logp.map((x, i) => x - (ref || old)[i]);  // of dpo.py
 const splitLike = (values, episodes, start = 0) => episodes.map(t => values.slice(start, start += t.rewards.length));
 const groupsBy = (peersOf, episodes) => episodes.flatMap(t => t.rewards.map((_, k) => `${peersOf(t, k)} ${t.group}`));
 const ofAllTurns = (episodes, values) => episodes.map((t, i) => t.rewards.map(() => values[i]));
-const returnsAmong = (peersOf, episodes, scale) => splitLike(
-  groupAdvantages(episodes.flatMap(t => returnsToGo(t.rewards)), groupsBy(peersOf, episodes), scale), episodes);
+const returnsAmong = (peersOf, episodes, scale, gamma) => splitLike(
+  groupAdvantages(episodes.flatMap(t => returnsToGo(t.rewards, gamma)), groupsBy(peersOf, episodes), scale), episodes);
 const CREDITS = {
   episode: (episodes, scale, o, leaveOneOut = false) =>
     ofAllTurns(episodes, groupAdvantages(totals(episodes), groups(episodes), scale, leaveOneOut)),
@@ -100,12 +100,12 @@ const CREDITS = {
   },
   process(episodes, scale) {
     const values = groupAdvantages(episodes.flatMap(t => t.rewards), groupsBy(() => "", episodes), scale);
-    return splitLike(values, episodes).map(returnsToGo);
+    return splitLike(values, episodes).map(row => returnsToGo(row));
   },
   rloo: (episodes, scale, o) => CREDITS.episode(episodes, scale, o, true),
   gigpo(episodes, scale) {
-    const whole = CREDITS.episode(episodes, scale), inState = returnsAmong((t, k) => t.states[k], episodes, scale);
-    return whole.map((values, i) => values.map((x, k) => x + inState[i][k]));
+    const whole = CREDITS.episode(episodes, scale), local = returnsAmong((t, k) => t.states[k], episodes, scale, 0.95);
+    return whole.map((values, i) => values.map((x, k) => x + local[i][k]));
   },
   gdpo(episodes, scale, {reward_weights: weights}) {
     const total = episodes.map(() => 0);

@@ -25,10 +25,12 @@ def episode(rewards, states, group="g", **more):
 
 
 def test_gigpo_by_hand():
-    """Returns 1, 0, 1 (mean 2/3). State s, met by all three at first and by the second again: returns to go 1, 0, 1 and 0, mean 1/2.
-    State p: 1 of the first alone: 0. State q: the third's 1 alone: 0."""
+    """Returns 1, 0, 1 (mean 2/3). State s, met by all three at first and by the second again: returns to go 0.95, 0, 0.95 and 0, mean 0.475.
+    State p: 1 of the first alone: 0. State q: the third's 1 alone: 0. Without a discount s has 1, 0, 1 and 0."""
     episodes = [episode([0.0, 1.0], ["s", "p"]), episode([0.0, 0.0], ["s", "s"]), episode([0.0, 1.0], ["s", "q", "end"])]
     a = grpo.CREDITS["gigpo"](episodes, scale="none")
+    assert a.tolist() == pytest.approx([1 / 3 + 0.475, 1 / 3, -2 / 3 - 0.475, -2 / 3 - 0.475, 1 / 3 + 0.475, 1 / 3])
+    a = grpo.CREDITS["gigpo"](episodes, scale="none", gamma=1.0)
     assert a.tolist() == pytest.approx([1 / 3 + 1 / 2, 1 / 3, -2 / 3 - 1 / 2, -2 / 3 - 1 / 2, 1 / 3 + 1 / 2, 1 / 3])
     half = grpo.CREDITS["gigpo"](episodes, scale="none", omega=0.5, gamma=0.5)  # returns to go of s: .5, 0, 0 and .5, mean 1/4
     assert half.tolist() == pytest.approx([1 / 3 + 1 / 8, 1 / 3, -2 / 3 - 1 / 8, -2 / 3 - 1 / 8, 1 / 3 + 1 / 8, 1 / 3])
@@ -62,6 +64,7 @@ def test_gigpo_equals_a_loop(scale):
     for _ in range(20):
         turns = [rng.randint(1, 4) for _ in range(8)]
         episodes = [episode([rng.choice([0.0, 0.5, 1.0]) for _ in range(n)], [rng.choice("xyz") for _ in range(n)], group=rng.choice("ab")) for n in turns]
+        assert grpo.CREDITS["gigpo"](episodes, scale=scale).tolist() == pytest.approx(slow_gigpo(episodes, 1.0, 0.95, scale), abs=1e-10)
         for omega, gamma in ((1.0, 1.0), (0.3, 0.9)):
             a = grpo.CREDITS["gigpo"](episodes, scale=scale, omega=omega, gamma=gamma)
             assert a.tolist() == pytest.approx(slow_gigpo(episodes, omega, gamma, scale), abs=1e-10)
