@@ -12,8 +12,6 @@ Four steps are watched. Each has one more of the lines (1), (2) and (3) in
 """
 import argparse
 import gc
-import resource
-import sys
 import time
 import weakref
 from functools import partial
@@ -31,6 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from core.engine import Row, make_engine
 from core.logprobs import token_logprobs
 from core.model import adamw
+from core.run import peak_memory_mb
 from lora import add_lora
 
 NAME = "08_memory"
@@ -40,7 +39,6 @@ EPISODES, TOKENS = 4, 256  # of a forward pass; the second half of each episode 
 ROWS, PROMPT, NEW = 16, 96, 31  # of the rollout whose KV cache is measured
 RANK = 16  # of the adapter
 FLOAT, MB = 4, 1e6  # bytes
-UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what the system reports
 # Which of the lines (1), (2) and (3) are in use.
 RUNS = {"all weights": (), "(1) adapter": (1,), "(2) layers": (1, 2), "(3) head": (1, 2, 3)}
 PARTS = ("weights", "gradients", "AdamW", "layers", "logits")
@@ -187,7 +185,7 @@ def main(seed=0):
         times = rows[new]["seconds"] / rows[old]["seconds"]
         print(f"{new + ':':12} peak {change['peak'] / MB:+.0f} MB, most of it {most} "
               f"({change[most] / MB:+.0f}), in {times:.2f} times the time.")
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
+    resident = peak_memory_mb() * 2**20  # NaN on Windows, which does not count it
     print(f"The system saw at most {resident / MB:.0f} MB in this process, programs included.\n")
     draw(NAME, {"title": "a step", "x": "CPU seconds", "y": "MB in tensors", "legend": "beside",
                 "curves": {name: row.pop("curve") for name, row in rows.items()}})

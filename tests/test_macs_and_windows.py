@@ -9,6 +9,7 @@ import torch
 from fake_cuda import Violation, mps
 from test_devices import calling, metrics_of, options_of  # noqa: F401  (a fixture)
 from test_layers import copy_without
+from test_lessons import SMALL_SHAPE
 
 import agent_program
 import grpo
@@ -137,6 +138,26 @@ def test_a_run_needs_nothing_that_posix_alone_has(layers, schooled, python, tmp_
     timing = [json.loads(line) for line in (tmp_path / "runs" / "grpo" / "timing.jsonl").open()]
     assert len(timing) == 2 and timing[0]["peak_memory_mb"] is None  # nobody counts it there
     assert len((tmp_path / "runs" / "t.jsonl").read_text().splitlines()) == 2
+
+
+LESSON = WITHOUT + """
+import importlib, json, pathlib
+lessons = pathlib.Path("lessons").resolve()
+sys.path[:0] = [os.getcwd(), str(lessons)]
+import picture, start
+picture.FOLDER = start.FOLDER = pathlib.Path(sys.argv[1])
+[memory] = [module for module in map(importlib.import_module, sorted(path.stem for path in lessons.glob("0*.py"))) if module.__name__ == "08_memory"]
+memory.SHAPE.update(json.loads(sys.argv[2]))
+memory.EPISODES, memory.TOKENS, memory.ROWS, memory.PROMPT, memory.NEW = 2, 16, 2, 5, 3
+memory.main()
+"""
+
+
+def test_the_lessons_are_imported_without_it_and_that_of_memory_runs(python, tmp_path):
+    done = python("-c", LESSON, tmp_path, json.dumps(SMALL_SHAPE), cwd=ROOT)
+    assert done.returncode == 0 and "The system saw at most nan MB" in done.stdout, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "08_memory.json").read_text())["rows"]
+    assert rows["all weights"]["peak"] > rows["(3) head"]["peak"] > 0
 
 
 def test_every_module_is_imported_without_it(python):
