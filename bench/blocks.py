@@ -400,6 +400,13 @@ def defaults(data):
     return table(*rows)
 
 
+@block("judge.json")
+def judge(data):
+    """What a judge's verdicts teach beside the environment's reward, and what they cost."""
+    from bench.judge import table as lines
+    return table(*lines(data))
+
+
 @block("lesson_01.json")
 def lesson_01(data):
     """What a baseline does to the gradient's variance and to learning, seed by seed."""

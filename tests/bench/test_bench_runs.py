@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 ELSEWHERE = {
     "cards": "tests/bench/test_bench_gpu.py", "launches": "tests/extras/launches/test_few_launches.py", "peers": "tests/bench/test_bench_gpu.py",
     "comparison": "tests/bench/test_comparison.py", "gpu": "tests/bench/test_bench_gpu.py", "gpu_parts": "tests/bench/test_bench_gpu.py",
-    "defaults": "tests/bench/test_bench_learning.py", "learn_vs_trl": "tests/bench/test_bench_learning.py", "meetings": "tests/envs/test_meetings.py", "pages": "tests/bench/test_pages.py",
+    "defaults": "tests/bench/test_bench_learning.py", "judge": "tests/bench/test_bench_learning.py", "learn_vs_trl": "tests/bench/test_bench_learning.py", "meetings": "tests/envs/test_meetings.py", "pages": "tests/bench/test_pages.py",
     "reward_hacking": "tests/bench/test_bench_learning.py", "sampler": "tests/bench/test_bench_gpu.py",
     "notebook": "tests/test_tutorial.py", "staleness": "tests/bench/test_bench_learning.py", "tricks": "tests/bench/test_bench_learning.py",
     "tutorial": "tests/test_tutorial.py",
