@@ -9,7 +9,7 @@ import torch
 
 
 # The discount of GiGPO: algorithm.gamma in the scripts of its code, langfengQ/verl-agent. So of two
-# ways to the same reward the shorter one is better. 1 is the return that grpo.py's own credits know.
+# ways to the same reward the shorter one is better. Credits of grpo.py do not discount.
 GAMMA = 0.95
 
 
