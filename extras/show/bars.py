@@ -164,10 +164,10 @@ class EpisodeBar(Bar):
 
     def step(self):
         """Called after every decode step. The first one has read the prompts, too."""
-        if not self.decodes_at:
-            self.decodes_at = self.elapsed
-            if self.cache:
-                del self.cache.update
+        self.decodes_at = self.decodes_at or self.elapsed
+        if self.cache:
+            del self.cache.update
+            self.cache = None
 
     @property
     def format_dict(self):

@@ -154,6 +154,17 @@ def test_the_layers_of_a_pass_over_prompts_are_counted():
     assert bars.EpisodeBar({}, SimpleNamespace(max_tokens=32, max_new_tokens=4), object()).cache is None
 
 
+def test_a_bar_that_is_not_shown_counts_the_prompts_layers_once(monkeypatch):
+    """Under torchrun the second rank has no bar: its first rollout ended by an AttributeError."""
+    monkeypatch.setattr(bars, "NO_BAR", True)
+    model, _ = make_tiny()
+    engine = make_engine(model, tokens=32, slots=2, stop_ids={2})
+    with bars.EpisodeBar({}, SimpleNamespace(max_tokens=32, max_new_tokens=4), engine) as bar:
+        for _ in range(3):
+            bar.step()
+        assert "update" not in vars(engine.cache)
+
+
 def test_every_pass_has_lines_where_there_is_no_terminal(monkeypatch, capfd):
     """The schooling and the held-out demonstrations were mute for minutes, and without an item that is done a line says that it lives."""
     monkeypatch.setattr(bars, "FIRST_LINE", 0.05), monkeypatch.setattr(bars, "NEXT_LINE", 0.1)
