@@ -49,12 +49,14 @@ class Server:
     """The server of a judge, and the verdicts that it has given.
 
     Attributes:
+        url: the address, without a slash at its end.
         costs: what this process has used: verdicts, those of them that were known ("cached"),
             requests, tokens in and out, and seconds of waiting.
     """
 
     def __init__(self, name: str, settings, run=None):
         self.name, self.settings, self.run = name, settings, run
+        self.url = address(name, settings.url or os.environ.get("OPENAI_BASE_URL", ""))
         self.folder = run and run.folder
         self.costs = Counter()
         self.lock = threading.Lock()
@@ -172,16 +174,6 @@ class Server:
         return hashlib.sha256(json.dumps(self.body(prompt)).encode()).hexdigest()[:32]
 
     # -------------------------------------------------------------------------------- one request
-    @property
-    def url(self) -> str:
-        """The address, without a slash at its end. Raises UserError without one."""
-        url = self.settings.url or os.environ.get("OPENAI_BASE_URL", "")
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"--rewards {self.name}: set OPENAI_BASE_URL to the judge's address, "
-                            "such as http://127.0.0.1:8000/v1, or write `url: ...` into the rubric "
-                            f"file; it is {url!r}")
-        return url.rstrip("/")
-
     def body(self, text: str) -> dict:
         """Return the body of a request."""
         stated = {name: getattr(self.settings, name) for name in PARAMETERS}
@@ -251,6 +243,15 @@ class Server:
         with suppress(TypeError, ValueError):
             again.pause = float(error.headers.get("Retry-After"))
         return again
+
+
+def address(name: str, url: str) -> str:
+    """Return the address without a slash at its end. UserError if it is none: nothing has played."""
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"--rewards {name}: set OPENAI_BASE_URL to the judge's address, such as "
+                        "http://127.0.0.1:8000/v1, or write `url: ...` into the rubric file; it is "
+                        f"{url!r}")
+    return url.rstrip("/")
 
 
 def scores_in(answer: str, n: int) -> list[float]:

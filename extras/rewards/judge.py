@@ -35,7 +35,7 @@ from typing import Literal, get_type_hints
 
 import yaml
 
-from core.config import mix, nearest, reading
+from core.config import mix, nearest, reading, say_once
 from envs.calls import fit
 from extras.rewards.asking import Server
 from extras.rewards.trl import turns_of
@@ -147,7 +147,10 @@ class Prompt:
 
 
 def filled(rubric: str, task: dict) -> str:
-    """Return the rubric with the columns of the task that it names in braces."""
+    """Return the rubric with the columns of the task that it names in braces. Others stay."""
+    for name in set(re.findall(r"\{(\w+)\}", rubric)) - task.keys():
+        say_once(f"note: the rubric says {{{name}}}, and the judge reads it so: a task has "
+                 f"{', '.join(task)}")
     return re.sub(r"\{(\w+)\}", lambda name: str(task.get(name[1], name[0])), rubric)
 
 
