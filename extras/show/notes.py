@@ -66,7 +66,7 @@ def sparkline(values, width=8):
 
 def step_line(step, total, line, seconds, left):
     """Return a step's line for a reader without a bar. Both durations are in seconds."""
-    for n, digits, width in ((4, 3, 6), (4, 2, 5), (4, 2, 0), (2, 2, 0)):
+    for n, digits, width in ((4, 3, 6), (4, 2, 5), (4, 2, 0), (3, 2, 0), (2, 2, 0)):
         shown = (f"step {step:{len(str(total))}}/{total} "
                  f"{step_numbers(line, n, digits, width, ' ')} "
                  f"{seconds:.1f} s, {duration(left)} left")

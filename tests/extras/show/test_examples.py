@@ -62,6 +62,11 @@ def test_the_line_of_a_step_does_not_wrap(steps, line):
     assert len(shown) <= 80 and shown.startswith(f"step {steps}/{steps}") and "success 0.92 " in shown and shown.endswith("26.4 s, 83 min left")
 
 
+def test_the_number_of_a_distillation_stays_where_the_line_is_short_of_room():
+    line = {"success": 0.25, "reward": 4.5, "entropy": 0.0536, "teacher_kl": 0.3934}
+    assert step_line(1, 6, line, 2.1, 10.4) == "step 1/6 success 0.25 reward 4.5 teacher_kl 0.39 2.1 s, 10.4 s left"
+
+
 def test_the_page_has_the_task_that_was_chosen(tmp_path):
     from test_report import byte_level, folder, run_of
     from test_report import episode as recorded
