@@ -159,6 +159,8 @@ class Tools(Prompts):
 @cache
 def make(place: str) -> type:
     """Return the environment of the server at this address, or behind this command."""
+    if not place.strip():
+        raise UserError("--env mcp: a command or an address follows, as in mcp:python my_server.py")
     try:
         found, instructions = run(listed(place))
     except EnvironmentFault as error:
