@@ -283,6 +283,8 @@ def train(config: Config) -> dict:
             run.log(**totals, grad_norm=grad_norm)
             run.end_step(step)
         solved = teacher.success(tokenizer, config, held_out, run)
+        if solved is not None:
+            print(f"\nthe teacher, on the held-out tasks: success {solved:.3f}")
         return run.finish(test(), teacher_success=solved)
 
 

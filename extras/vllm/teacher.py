@@ -47,7 +47,8 @@ class ServerTeacher:
         # A request samples one token, which is not used.
         if config.max_tokens >= context:
             raise UserError(f"--max_tokens {config.max_tokens}: the teacher's context has {context}"
-                            ", and needs one more than an episode")
+                            ", and needs one more than an episode: give --max_tokens "
+                            f"{context - 1}")
 
     def logprobs(self, token_ids, mask, temperature, run):
         """Return the teacher's log-probabilities of the tokens where the mask is 1: (B, T)."""

@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused_in_a_line(served):
     _, tokenizer = load_model("tiny", train=False)
     with pytest.raises(UserError, match="--teacher: servers tell log-probabilities at temperature 1; leave out --temperature 0.7"):
         ServerTeacher(served.url, tokenizer, config(temperature=0.7))
-    with pytest.raises(UserError, match="--max_tokens 1024: the teacher's context has 1024, and needs one more"):
+    with pytest.raises(UserError, match="--max_tokens 1024: the teacher's context has 1024, and needs one more than an episode: give --max_tokens 1023"):
         ServerTeacher(served.url, tokenizer, config(max_tokens=1024))
     with pytest.raises(UserError, match="--teacher http://127.0.0.1:9: no server answers there"):
         ServerTeacher("http://127.0.0.1:9", tokenizer, config())
