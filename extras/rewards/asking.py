@@ -246,7 +246,7 @@ class Server:
 
 
 def address(name: str, url: str) -> str:
-    """Return the address without a slash at its end. UserError if it is none: nothing has played."""
+    """Return the address without a slash at its end. Raises UserError if it is none."""
     if not url.startswith(("http://", "https://")):
         raise UserError(f"--rewards {name}: set OPENAI_BASE_URL to the judge's address, such as "
                         "http://127.0.0.1:8000/v1, or write `url: ...` into the rubric file; it is "
