@@ -253,6 +253,7 @@ def train(config: Config) -> dict:
             num_tokens = mask.sum().item()
             # 2. Targets: the teacher's log-probabilities of the student's own tokens.
             teacher_logprobs = teacher.logprobs(token_ids, mask, config.temperature, run)  # (B, T)
+            # To log: the loss has its own A, of the student as each update finds it.
             advantages = distillation_advantages(sampled_logprobs, teacher_logprobs)
             run.log(teacher_kl=-advantages.sum().item() / num_tokens)  # before the update
             run.record(batch, advantages=advantages, old=sampled_logprobs, ref=teacher_logprobs)
