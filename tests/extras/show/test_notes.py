@@ -151,7 +151,8 @@ def test_the_layers_of_a_pass_over_prompts_are_counted():
         assert counted[:layers] == [n / layers for n in range(layers)]
         bar.step()
         assert "update" not in vars(engine.cache)  # decode steps are not slowed down
-    assert bars.EpisodeBar({}, SimpleNamespace(max_tokens=32, max_new_tokens=4), object()).cache is None
+    with bars.EpisodeBar({}, SimpleNamespace(max_tokens=32, max_new_tokens=4), object()) as bar:  # closed, or its thread prints into later tests
+        assert bar.cache is None
 
 
 def test_a_bar_that_is_not_shown_counts_the_prompts_layers_once(monkeypatch):
