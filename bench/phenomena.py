@@ -28,7 +28,7 @@ CLUES = f"{ROOT / 'bench' / 'clues.py'}:Clues"
 # The taught models: the environment that each was taught on, demonstrations, steps of SFT.
 BASES = {"easy": ("equations", 1400, 300), "clues": (CLUES, 400, 220),
          "hard": ("equations_hard", 1400, 300), "search": ("search", 1400, 300),
-         "poor": ("search", 300, 120)}
+         "poor": ("search", 300, 120), "poor_hard": ("equations_hard", 300, 120)}
 NOISE, MAX_TURNS = 0.6, 6  # of the experts: the share of actions that are wrong, the most turns
 SCHOOL_BATCH, SCHOOL_RATE = 16, 3e-3
 STEPS, AGE = 20, 4
@@ -44,6 +44,7 @@ METRICS = ("success", "reward", "structure", "echo", "entropy", "clip_high", "sa
 # Of each effect that is seen on the tiny model: base, environment, and the arms. An arm is what it
 # changes of TRAINING; "rollout" says who samples. An arm "like" another one is that run.
 FOUR_UPDATES = {"updates_per_step": 4, "kl_coef": 0.0}
+ECHO = {"no echo": {}, "echo 0.1": {"echo_coef": 0.1}}
 MODELS = {
     "credit_clues": ("clues", CLUES, {
         name: {"credit": name} for name in ("episode", "process", "gigpo")}),
@@ -62,7 +63,7 @@ MODELS = {
         name: {"credit": name} for name in ("episode", "process", "gigpo", "turn")}),
     "credit_search": ("search", "search", {
         name: {"credit": name} for name in ("episode", "process", "gigpo", "turn")}),
-    "echo": ("poor", "search", {"no echo": {}, "echo 0.1": {"echo_coef": 0.1}}),
+    "echo": ("poor", "search", ECHO), "echo_hard": ("poor_hard", "equations_hard", ECHO),
 }
 
 
@@ -273,6 +274,7 @@ TABLES = {
     "credit_hard": ("success", "turns", "solved"),
     "credit_search": ("success", "turns", "solved"),
     "echo": ("reward", "success", "solved", "structure"),
+    "echo_hard": ("reward", "success", "solved", "structure"),
     "truncation": ("success", "cut", "success without the limit"),
     "difficulty": ("success after", "after 70 updates", "updates", "silent"),
     "rounding": ("kept at 1e-06", "kept at 1e-05", "kept at 1e-04", "kept at 1e-03"),
@@ -294,6 +296,7 @@ PANELS = {
     "credit_hard": (("success", "success"), ("turns", "turns")),
     "credit_search": (("success", "success"), ("turns", "turns")),
     "echo": (("reward", "reward"), ("success", "success")),
+    "echo_hard": (("reward", "reward"), ("success", "success")),
     "truncation": (("share of answers that are cut", "curve"),),
     "difficulty": (("mean success of all tasks", "curve"),),
     "rounding": (("share of the update that is kept", "curve", "size of a step", "RATES"),),
