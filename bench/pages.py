@@ -55,6 +55,7 @@ PICTURES = {
     "bench/results/four_lessons.svg": ("four_lessons", "four_lessons.json", "rows"),
     "bench/results/real_model_h200.svg": ("real_model", "real_model_h200.json", "seeds"),
     "bench/results/distill.svg": ("distill", "distill.json", "rows"),
+    "bench/results/distill_smollm2.svg": ("distill", "distill_smollm2.json", "rows"),
     "bench/results/judge.svg": ("judge", "judge.json", "summary"),
     "bench/results/scale.svg": ("scale", "scale.json", "curves"),
     "docs/memory.svg": ("memory", "memory.json", "mib"),
