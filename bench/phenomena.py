@@ -44,7 +44,7 @@ METRICS = ("success", "reward", "structure", "echo", "entropy", "clip_high", "sa
 # Of each effect that is seen on the tiny model: base, environment, and the arms. An arm is what it
 # changes of TRAINING; "rollout" says who samples. An arm "like" another one is that run.
 FOUR_UPDATES = {"updates_per_step": 4, "kl_coef": 0.0}
-ECHO = {"no echo": {}, "echo 0.1": {"echo_coef": 0.1}}
+ECHO = {"no echo": {}, "echo 0.01": {"echo_coef": 0.01}, "echo 0.1": {"echo_coef": 0.1}}
 MODELS = {
     "credit_clues": ("clues", CLUES, {
         name: {"credit": name} for name in ("episode", "process", "gigpo")}),
