@@ -492,6 +492,7 @@ def phenomenon(effect, data):
     return table(*cells(data["rows"], effect))
 
 
-for name in ("length std entropy staleness engine credit credit_clues credit_hard truncation "
-             "difficulty rounding forgetting engine_model staleness_model").split():
+for name in ("length std entropy staleness engine credit credit_clues credit_hard "
+             "credit_search echo echo_hard truncation difficulty rounding forgetting "
+             "engine_model staleness_model").split():
     BLOCKS[f"phenomenon_{name}"] = partial(phenomenon, name), ("phenomena.json",)

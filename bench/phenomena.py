@@ -14,6 +14,7 @@ import datetime
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,7 @@ BASES = {"easy": ("equations", 1400, 300), "clues": (CLUES, 400, 220),
          "poor": ("search", 300, 120), "poor_hard": ("equations_hard", 300, 120)}
 NOISE, MAX_TURNS = 0.6, 6  # of the experts: the share of actions that are wrong, the most turns
 SCHOOL_BATCH, SCHOOL_RATE = 16, 3e-3
-STEPS, AGE = 20, 4
+STEPS, AGE, GAMMA = 20, 4, 0.95
 TRAINING = {"tasks_per_step": 4, "group_size": 8, "updates_per_step": 2, "learning_rate": 2e-3,
             "max_grad_norm": 0.05, "kl_coef": 0.1, "lora_r": 16, "batch_size": 16,
             "weight_decay": 0.0, "dtype": "float32", "loss": "grpo", "credit": "episode",
@@ -42,12 +43,14 @@ METRICS = ("success", "reward", "structure", "echo", "entropy", "clip_high", "sa
            "kl")
 
 # Of each effect that is seen on the tiny model: base, environment, and the arms. An arm is what it
-# changes of TRAINING; "rollout" says who samples. An arm "like" another one is that run.
+# changes of TRAINING; "rollout" says who samples, and "gamma" is gigpo's discount. An arm "like"
+# another one is that run.
 FOUR_UPDATES = {"updates_per_step": 4, "kl_coef": 0.0}
 ECHO = {"no echo": {}, "echo 0.01": {"echo_coef": 0.01}, "echo 0.1": {"echo_coef": 0.1}}
 MODELS = {
     "credit_clues": ("clues", CLUES, {
-        name: {"credit": name} for name in ("episode", "process", "gigpo")}),
+        "episode": {"credit": "episode"}, "process": {"credit": "process"},
+        "gigpo": {"credit": "gigpo"}, "gigpo, not discounted": {"credit": "gigpo", "gamma": 1.0}}),
     "engine_model": ("easy", "equations", {
         "float32": {}, "bfloat16": {"rollout": "bfloat16"}, "float8": {"rollout": "float8"},
         "float8, corrected": {"rollout": "float8", "importance_correction": 2.0}}),
@@ -187,6 +190,7 @@ def train(args, effect, arm, seed) -> dict:
     began = time.process_time()
     folder = Path(args.out) / f"{effect}_{arm}_{seed}".replace(" ", "_")
     grpo.rollout = rollout_named(changes.pop("rollout", None), start)
+    grpo.CREDITS["gigpo"] = partial(grpo.CREDITS["gigpo"], gamma=changes.pop("gamma", GAMMA))
     grpo.train(grpo.Config(**TRAINING | changes, model_path=start, env=env, seed=seed,
                            output_dir=str(folder), max_steps=args.steps, eval_tasks=0,
                            show_every=0, overwrite=True))
@@ -218,13 +222,9 @@ def todo(effects):
 
 def run_missing(args, target):
     """Do the runs that have no row yet, and write the file after each."""
-    import grpo
     began = time.monotonic()
     for seed in args.seeds:
         for effect, arm in todo(args.effects):
-            if effect.startswith("credit_") and arm not in grpo.CREDITS and arm != "start":
-                print(f"grpo.py has no --credit {arm}")
-                continue
             done = read(target).get(effect, {})
             if any(str(seed) in by_seed for name, by_seed in done.items() if arm in (None, name)):
                 continue
