@@ -115,9 +115,8 @@ def school(config, folder, start="tiny", plays=True, change=None):
     """
     config = replace(config, env=config.env or "equations")
     need_expert(config.env)
-    lesson = "which actions are right" if change else "the format"
     print(f"tiny model: made in {folder}; {TINY_SFT['max_steps']} SFT steps on noisy "
-          f"demonstrations teach it {lesson}")
+          f"demonstrations teach it {'which actions are right' if change else 'the format'}")
     tasks = config.tasks if plays else None
     # Without an evaluation the run holds no row out, and the schooling need not either.
     held_out = config.eval_dataset or (None if config.eval_tasks else tasks)

@@ -500,9 +500,11 @@ def cpu_of(function):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_a_trivial_call_costs_at_most_20_ms_of_cpu():
+def test_a_trivial_call_costs_little_more_than_starting_python():
+    """20 ms of CPU on most machines, and more on a slow one: so it is compared with an empty program."""
     costs = [cpu_of(lambda: run("def f(x): return x + 1", [("f", [1])])) for _ in range(20)]
-    assert min(costs) <= 0.020, costs
+    empty = [cpu_of(lambda: subprocess.run([sys.executable, "-I", "-S", "-c", "pass"])) for _ in range(20)]
+    assert min(costs) <= 2.5 * min(empty), (costs, empty)
 
 
 def test_killed_in_time():
