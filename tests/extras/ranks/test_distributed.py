@@ -48,7 +48,7 @@ played, grpo.rollout, distill.rollout = grpo.rollout, episodes, episodes
 distill.train(distill.Config(output_dir=str(out / "distill"), tasks_per_step=18, batch_size=4, teacher=str(place / "adapter"), **common))
 grpo.train(grpo.Config(output_dir=str(out / "grpo"), tasks_per_step=6, group_size=3, batch_size=4, kl_coef=0.1,
                        kl_estimator="k2", importance_correction=2.0, **{**common, "model_path": str(place / "adapter")}))
-grpo.rollout = played
+grpo.rollout = distill.rollout = played  # one process runs this inside of the tests
 grpo.train(grpo.Config(output_dir=str(out / "plays"), tasks_per_step=3, group_size=2, max_tokens=200, max_new_tokens=6,
                        batch_size=3, save_every=1, success_rate_ub=0.9, **{**common, "max_steps": 2, "eval_tasks": 3}))
 if "RANK" in os.environ:  # as main leaves
