@@ -5,7 +5,7 @@ updates the policy with the clipped probability ratio times the advantage. The e
 are pure functions. extras/zoo has more of them: sapo, luspo, vespo, dppo, deepseek, GiGPO, GDPO,
 masks of sequences. Left out: adaptive KL coefficients, value networks, bnpo.
 
-    python grpo.py                            the tiny model, from nothing: 2 minutes on 2 CPU cores
+    python grpo.py                            the tiny model, from nothing: minutes on 2 CPU cores
     python grpo.py --model_path Qwen/Qwen2.5-0.5B-Instruct --env gsm8k
 
 Shapes: B sequences of T tokens, in a step or a micro-batch (b where both occur); N rewards. Column

@@ -50,7 +50,8 @@ ECHO = {"no echo": {}, "echo 0.01": {"echo_coef": 0.01}, "echo 0.1": {"echo_coef
 MODELS = {
     "credit_clues": ("clues", CLUES, {
         "episode": {"credit": "episode"}, "process": {"credit": "process"},
-        "gigpo": {"credit": "gigpo"}, "gigpo, not discounted": {"credit": "gigpo", "gamma": 1.0}}),
+        "gigpo": {"credit": "gigpo"}, "gigpo, not discounted": {"credit": "gigpo", "gamma": 1.0},
+        "gigpo, no std": {"credit": "gigpo", "scale_rewards": "none"}}),
     "engine_model": ("easy", "equations", {
         "float32": {}, "bfloat16": {"rollout": "bfloat16"}, "float8": {"rollout": "float8"},
         "float8, corrected": {"rollout": "float8", "importance_correction": 2.0}}),

@@ -24,8 +24,6 @@ from extras.zoo.credits import gdpo, gigpo
 from extras.zoo.filters import FILTERS
 from extras.zoo.pools import collect_by_difficulty
 
-FROM_MINUS_1_TO_0 = ("length", "repetition")  # what these functions of --rewards return
-
 
 @dataclass(kw_only=True)
 class RolloutFlags(envs.tasks.RolloutFlags):
@@ -104,55 +102,22 @@ def check(config):
                         "hard the last ones were")
     if config.echo_coef and config.max_turns == 1:
         raise UserError("--echo_coef: with --max_turns 1 no tool's answer is shown to the policy")
-    if config.scale_rewards == "mean":
-        check_mean(config)
+    if config.scale_rewards == "mean" and config.credit in ("process", "gdpo"):
+        raise UserError(f"--scale_rewards mean: --credit {config.credit} compares no returns, and "
+                        "what it compares may be negative")
     if config.credit == "gdpo":
         check_gdpo(config)
 
 
-def rewards_of(config) -> list[tuple[str, str]]:
-    """Return the names in --rewards with the text of their weights, which may be empty."""
-    items = [item.partition("=") for item in (config.rewards or "").split(",") if item.strip()]
-    return [(name.strip(), weight.strip()) for name, _, weight in items]
-
-
-def check_mean(config):
-    """Raise UserError where --scale_rewards mean is sure to meet, or may well meet, less than 0.
-
-    What an environment pays is not known here: the first reward below 0 ends the run (grpo.py).
-    """
-    if config.credit in ("process", "gdpo"):
-        raise UserError(f"--scale_rewards mean: --credit {config.credit} compares no returns, and "
-                        "what it compares may be negative")
-    refused = "--scale_rewards mean takes no reward below 0, "
-    if config.reward_scaling < 0:
-        raise UserError(f"{refused}and --reward_scaling {config.reward_scaling:g} makes them so")
-    if config.reward_bias * config.reward_scaling > 0:
-        raise UserError(f"{refused}and --reward_bias {config.reward_bias:g} makes one of 0")
-    for name, weight in rewards_of(config):
-        if takes_away(name, weight) and config.reward_bias >= 0:
-            raise UserError(f"{refused}but {name} in --rewards takes away: lift all rewards by a "
-                            "--reward_bias below 0")
-
-
-def takes_away(name, weight) -> bool:
-    """True if a function of --rewards with this weight, as text, pays less than 0."""
-    try:
-        sign = -1 if name in FROM_MINUS_1_TO_0 else 1
-        return sign * float(weight or 1) < 0
-    except ValueError:  # a veto
-        return False
-
-
 def check_gdpo(config):
     """Raise UserError unless there are several reward functions to normalize."""
-    items = rewards_of(config)
-    names = {name for name, _ in items}
+    items = [item.partition("=") for item in (config.rewards or "").split(",") if item.strip()]
+    names = {name.strip() for name, _, _ in items}
     if names and envs.all_have(config.env, "get_reward"):
         names.add("environment")
     if len(names) < 2:
         raise UserError("--credit gdpo normalizes each function of --rewards: name two or more")
-    if any(weight == "veto" for _, weight in items):
+    if any(weight.strip() == "veto" for _, _, weight in items):
         raise UserError("--credit gdpo: a veto is no sum; leave it out")
 
 

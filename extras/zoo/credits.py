@@ -8,8 +8,9 @@ import math
 import torch
 
 
-# The discount of GiGPO: algorithm.gamma in the scripts of its code, langfengQ/verl-agent. So of two
-# ways to the same reward the shorter one is better. Credits of grpo.py do not discount.
+# The discount of GiGPO in ROLL and in scripts made from its code, verl-agent. Of two ways to the
+# same reward the shorter one is then better: a price on turns, which the std of a state may make
+# large (docs/phenomena_of_models.md). Credits of grpo.py do not discount.
 GAMMA = 0.95
 
 

@@ -1,5 +1,6 @@
 // The page of one or several runs: reads the JSON in #data and fills page.html.
 "use strict";
+
 // ------------------------------------------------------------------------------------- equations
 // Mirrors of grpo.py, dpo.py, distill.py and reward_weighted.py: tests/extras/show/test_page.py compares them.
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high), mean = values => sum(values) / values.length;
@@ -60,6 +61,7 @@ const PAIR_LOSSES = {
 const COLUMNS = ["advantage", "ratio", "kl", "loss", "weight", "clipped",
   "chosen", "rejected", "chosen_mean", "rejected_mean", "nll"];  // these of dpo.py
 const columns = tokens => Object.fromEntries(COLUMNS.map(name => [name, tokens.map(t => t[name] ?? 0)]));
+
 function klEstimate(logp, ref, old, kind) {  // [value, its slope in logp]
   const x = logp - ref, k3 = Math.exp(-x) - 1 + x, slope = 1 - Math.exp(-x), r = Math.exp(logp - old);
   return {k2: [x * x / 2, x], k3: [k3, slope], k3_ratio: [k3 * r, (slope + k3) * r]}[kind];
@@ -67,6 +69,7 @@ function klEstimate(logp, ref, old, kind) {  // [value, its slope in logp]
 const members = ids => [...new Set(ids)].map(id => ids.flatMap((other, i) => other === id ? [i] : []));  // of each id
 const divisor = (rewards, groupRewards, scale) => scale === "none" ? 1 : scale === "mean" ? mean(groupRewards)
   : std(scale === "batch" ? rewards : groupRewards) + 1e-4;
+
 function groupAdvantages(rewards, ids, scale, leaveOneOut = false) {
   const advantages = rewards.map(() => 0);
   for (const group of members(ids)) {
@@ -128,6 +131,7 @@ function tokenWeights(episodes, o, counts) {
   return likelihoodWeights(episodes, {imitate: () => 1, linear: above => clamp(above, 0, 20),
     exp: above => Math.min(Math.exp(above / o.beta), 20)}[name]);
 }
+
 function surrogateWeights(episodes, o, counts) {
   const [surrogate, normalizer, over] = LOSSES[o.loss], cap = o.importance_correction;
   const credits = CREDITS[o.credit](episodes, o.scale_rewards, o);
@@ -147,12 +151,14 @@ const distillWeights = (episodes, {tokens}) => episodes.map(({logp, old, ref}) =
   const A = (ref || old)[i] - x, ratio = Math.exp(x - old[i]);  // ref is the teacher
   return {advantage: A, ratio, loss: -ratio * A, weight: -ratio * A / tokens};
 })));
+
 function likelihoodWeights(episodes, weightOf) {  // sft.py, reward_weighted.py
   const weights = returnsAmong((t, k) => k, episodes, "none").map(above => above.map(weightOf));
   const ofTokens = episodes.map((t, e) => t.turn.map(k => weights[e][k])), total = sum(ofTokens.flat()) || 1;
   return episodes.map(({logp}, e) => columns(ofTokens[e].map((w, i) =>
     ({advantage: w, loss: -w * logp[i], weight: -w / total}))));
 }
+
 function pairWeights(episodes, name, o) {  // dpo.py, of the best and the worst of each group
   const rewards = totals(episodes), ofEpisode = episodes.map(() => ({}));
   const pairs = members(groups(episodes)).map(group => [...group].sort((a, b) => rewards[b] - rewards[a]))
@@ -168,9 +174,11 @@ function pairWeights(episodes, name, o) {  // dpo.py, of the best and the worst 
   }
   return episodes.map(({logp}, e) => columns(logp.map(() => ofEpisode[e])));  // all have one slope
 }
+
 // The 95 % interval of a difference of two shares, from theirs: Newcombe 1998, method 10.
 const difference = (p1, [low1, high1], p2, [low2, high2]) => [p2 - p1,
   p2 - p1 - Math.hypot(p2 - low2, high1 - p1), p2 - p1 + Math.hypot(high2 - p2, p1 - low1)];
+
 // ------------------------------------------------------------------------------------------ data
 // What one looks at: places in DATA; an episode's is that in its group sorted by reward.
 const state = {run: 0, step: 0, group: 0, episode: 0, token: null, pinned: false, last: true,
@@ -187,6 +195,7 @@ const goTo = change => show({token: null, pinned: false, group: 0, episode: 0, .
 const isHidden = episode => document.body.classList.contains("class") && !revealed.has(episode);
 const reveal = episodes => show(void episodes.forEach(episode => revealed.add(episode)));
 const tells = name => /advantage|weight|clipped/.test(name);  // what a class is to predict
+
 function stepsOf(run) {
   const all = [...(run.groups || []), ...(run.pairs || []).map(p => ({...p, episodes: [p.chosen, p.rejected]}))];
   for (const group of all) if (!group.chosen) group.episodes.sort((a, b) => b.reward - a.reward);
@@ -223,6 +232,7 @@ const COLOURS = {
   KL: {needs: "ref", two: true, of: (n, i) => n.new[i] - n.ref[i]},
   entropy: {needs: "entropy", of: (n, i) => n.entropy[i]},
 };
+
 // ----------------------------------------------------------------------------------------- tools
 const find = id => document.getElementById(id), every = selector => document.querySelectorAll(selector);
 const css = name => getComputedStyle(document.body).getPropertyValue(name).trim();
@@ -232,12 +242,14 @@ const metricTitle = name => [name, ...(DATA.metrics?.[name] || [])].filter(Boole
 const floats = value => typeof value !== "string" ? value  // base64 of float32s, a list, or null
   : [...new Float32Array(Uint8Array.from(atob(value), c => c.charCodeAt(0)).buffer)];
 const largestOf = values => values.reduce((most, x) => Math.abs(x) > most ? Math.abs(x) : most, 0);
+
 function number(x) {
   if (x == null || !Number.isFinite(x)) return String(x ?? "–");
   if (Math.abs(x) >= 1000) return x.toLocaleString("en", {maximumFractionDigits: 0});
   const tiny = x !== 0 && Math.abs(x) < 1e-3;
   return (tiny ? x.toExponential(1) : String(Number(x.toPrecision(3)))).replaceAll("-", "−");
 }
+
 // h("p.note", {title: "why"}, "text") makes an element. Text only ever becomes text.
 function h(tag, attributes = {}, ...children) {
   const [name, ...classes] = tag.split(".");
@@ -249,15 +261,18 @@ function h(tag, attributes = {}, ...children) {
   }
   return put(node, children);
 }
+
 function put(target, ...children) {  // what is null or false is left out
   const node = typeof target === "string" ? find(target) : target;
   node.replaceChildren(...children.flat(4).filter(child => child || child === 0));
   return node;
 }
+
 function colourOf(share, two) {  // of -1 .. 1: orange, zero (white, grey in the dark), blue
   const end = palette[two && share > 0 ? 2 : 1], part = Math.min(Math.abs(share), 1) ** 0.75;
   return `rgb(${palette[0].map((c, i) => Math.round(c + part * (end[i] - c)))})`;
 }
+
 function bar(x, low, high, middle) {  // from 0 to x, with a line at the middle
   const at = y => percent((y - low) / (high - low || 1)), width = percent(Math.abs(x) / (high - low || 1));
   return h("span.track", {}, h(x < 0 ? "i.down" : "i.up", {style: {left: at(Math.min(0, x)), width}}),
@@ -274,6 +289,7 @@ const rewardsOf = items => items.flatMap(({episodes}) => episodes.map(e => e.rew
 const rewardRange = items => [Math.min(0, ...rewardsOf(items)), Math.max(0, ...rewardsOf(items))];
 const rewardBars = ({episodes}, [low, high]) => h("span.bars", {}, episodes.map(e =>
   h("i", {style: {height: percent(0.1 + 0.9 * ((e.reward ?? 0) - low) / (high - low || 1))}})));
+
 // ------------------------------------------------------------------------------ steps and groups
 function show(change = {}) {
   Object.assign(state, change);
@@ -342,6 +358,7 @@ function drawGroup() {
 }
 
 const isRecorded = name => !COLOURS[name].needs || Boolean(numbersOf(theEpisode())[COLOURS[name].needs]);
+
 function colourNow() {  // what one asked for, if it was recorded and does not tell the class the answer
   const colour = [state.colour, "weight", "trained"].find(isRecorded);
   return tells(colour) && theGroup().episodes.some(isHidden) ? "trained" : colour;
@@ -384,6 +401,7 @@ function drawColours() {
   put("legend", largest > 0 && (two ? [-largest, 0, largest] : [0, largest]).map(x =>
     h("i", {style: {backgroundColor: colour(x)}}, write(x))));
 }
+
 // ---------------------------------------------------------------------------- episodes and tokens
 function drawEpisode() {
   const {episodes, chosen} = theGroup(), [colour] = painter();
@@ -460,6 +478,7 @@ function drawEquation(episode, i) {
   const source = (theRun().equations || []).find(({loss}) => loss === (name || family));
   put("source", source && `${source.file}:${source.line}  ${source.code}`);
 }
+
 // --------------------------------------------------------------------------------------- what if
 function settingsOf({algorithm, flags = {}, reward_weights}) {
   const loss = {sft: "sft:imitate",reward_weighted: `reward_weighted:${flags.weighting}`, distill: "distill:reverse_kl",
@@ -526,6 +545,7 @@ function ask({target: {name, type, value}}) {
   fillForm(values);
   show({whatIf: values, colour: "weight"});
 }
+
 // ----------------------------------------------------------------------- the same task over steps
 function occurrences() {  // [[task, [{label, episodes}]]] of what was played twice, in all runs
   const found = DATA.runs.flatMap((run, r) => {
@@ -553,6 +573,7 @@ function drawSame(right = state.right, task = state.task) {  // on the left stay
     talk(episode, items[place].label, (node, t) =>
       t <= parting && node.classList.add(t < parting ? "common" : "parting"))));
 }
+
 // ---------------------------------------------------------------------------------------- curves
 function drawCurves() {
   const rows = DATA.runs.flatMap(run => run.steps), names = [...new Set(rows.flatMap(Object.keys))]
@@ -632,6 +653,7 @@ function openStep(run, step) {
   goTo({step: away.indexOf(Math.min(...away))});
   find("steps").scrollIntoView({behavior: "smooth"});
 }
+
 // --------------------------------------------------------------------------------- runs and keys
 function drawCompare() {
   const {runs} = DATA, [first, ...others] = runs, text = (run, flag) => String(run.flags?.[flag] ?? "–");
