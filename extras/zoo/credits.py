@@ -9,8 +9,8 @@ import torch
 
 
 # The discount of GiGPO in ROLL and in scripts made from its code, verl-agent. Of two ways to the
-# same reward the shorter one is then better: a price on turns, which the std of a state may make
-# large (docs/phenomena_of_models.md). Credits of grpo.py do not discount.
+# same reward the shorter one is then better. A std of the returns of a state would make that price
+# large (docs/phenomena_of_models.md), so that by default nothing divides them: the paper has both.
 GAMMA = 0.95
 
 

@@ -70,5 +70,5 @@ LOSSES = {
 SETTINGS = {
     "luspo": {"clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3, "importance_correction": 2.0},
     "deepseek": {"scale_rewards": "none"},
-    "gdpo": {"scale_rewards": "batch"},
+    "gdpo": {"scale_rewards": "batch"}, "gigpo": {"scale_rewards": "none"},
 }

@@ -48,7 +48,7 @@ const LOSSES = {
   vespo: ["vespo", tokenMean, "sum"], dppo: ["dppo", tokenMean],
   deepseek: ["deepseek", sequenceMean, null, {scale_rewards: "none"}],
 };
-const SCALES = {rloo: "none", gdpo: "batch"};  // of the paper of a credit
+const SCALES = {rloo: "none", gdpo: "batch", gigpo: "none"};  // of the paper of a credit
 // A loss of a pair, whose log-ratios c and r are sums over tokens, and cm and rm means.
 const PAIR_LOSSES = {
   sigmoid: ({c, r}, beta) => -logSigmoid(beta * (c - r)), hinge: ({c, r}, beta) => Math.max(0, 1 - beta * (c - r)),

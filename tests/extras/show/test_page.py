@@ -460,7 +460,7 @@ def test_what_if_recolours_and_counts_what_two_losses_disagree_on(opened):
     assert page.text("#outcome") == "The page cannot compute credit gdpo: it takes two --rewards or more, and no veto."
     page.click("#whatif button")
     page.js("theRun().reward_weights = {answer: 1, form: 0.5}")
-    for credit, scale in (("gigpo", "group"), ("gdpo", "batch"), ("rloo", "none")):
+    for credit, scale in (("gigpo", "none"), ("gdpo", "batch"), ("rloo", "none")):
         page.set("[name=credit]", credit)
         assert "tokens" in page.text("#outcome") and page.js("return document.querySelector('[name=scale_rewards]').value") == scale
 
