@@ -534,7 +534,7 @@ def test_names_and_hyper_parameters():
     clips = {**exact, "clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # arXiv 2507.18071 section 5.1
     longer = {**exact, "clip_eps_low": 2e-3, "clip_eps_high": 2.5e-3}  # arXiv 2602.05261 section 5.1
     here = {**settings, "gspo": clips, "rloo": {"scale_rewards": "none"}}  # the last is a --credit
-    zoo = {"luspo": longer, "deepseek": {"scale_rewards": "none"}, "gdpo": {"scale_rewards": "batch"}}
+    zoo = {"luspo": longer, "deepseek": {"scale_rewards": "none"}, "gdpo": {"scale_rewards": "batch"}, "gigpo": {"scale_rewards": "none"}}
     assert PAPER_SETTINGS == here | (zoo if "luspo" in LOSSES else {})
 
 

@@ -18,6 +18,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import programs
 import pytest
@@ -504,7 +505,7 @@ def test_a_trivial_call_costs_little_more_than_starting_python():
     """20 ms of CPU on most machines, and more on a slow one: so it is compared with an empty program."""
     costs = [cpu_of(lambda: run("def f(x): return x + 1", [("f", [1])])) for _ in range(20)]
     empty = [cpu_of(lambda: subprocess.run([sys.executable, "-I", "-S", "-c", "pass"])) for _ in range(20)]
-    assert min(costs) <= 2.5 * min(empty), (costs, empty)
+    assert median(costs) <= 3 * median(empty), (costs, empty)  # it is 2.1; a package that the child imports would be far more
 
 
 def test_killed_in_time():
