@@ -68,11 +68,11 @@ def largest_fall(values, window=3) -> float:
     return max((max(means[:i + 1]) - mean for i, mean in enumerate(means)), default=0.0)
 
 
-def summarize(rows) -> dict:
+def summarize(rows, choices=CHOICES) -> dict:
     """Return what each choice reaches, how it compares with the first one, its falls, its cost."""
     runs = {name: {(start, seed): row for start in STARTS
-                   for seed, row in rows.get(f"{name}_{start}", {}).items()} for name in CHOICES}
-    first = runs[next(iter(CHOICES))]
+                   for seed, row in rows.get(f"{name}_{start}", {}).items()} for name in choices}
+    first = runs[next(iter(choices))]
     summary = {}
     for name, by_run in runs.items():
         if not by_run:
@@ -81,7 +81,7 @@ def summarize(rows) -> dict:
         differences = [by_run[run]["success"] - first[run]["success"]
                        for run in sorted(by_run.keys() & first.keys())]
         summary[name] = {
-            "changes": CHOICES[name], "success": spread([row["success"] for row in done]),
+            "changes": choices[name], "success": spread([row["success"] for row in done]),
             "by_run": {f"start {start}, seed {seed}": row["success"]
                        for (start, seed), row in by_run.items()},
             "minus_first": spread(differences) if differences and by_run is not first else None,

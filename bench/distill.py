@@ -125,17 +125,26 @@ def tiny_seed(parts: Parts, taught: Parts, start) -> dict:
     return curves
 
 
+def taught(parts: Parts, name, model, **changes) -> str:
+    """Return the folder of a real model's adapter that SFT on the expert's episodes has made."""
+    import sft
+    parts.run(name, sft, model_path=model, lora_r=16, max_turns=6, batch_size=8, eval_tasks=0,
+              gradient_accumulation_steps=1, learning_rate=REAL_RATE, max_samples=REAL_SAMPLES,
+              **changes)
+    return parts.folder(name)
+
+
+def real_start(parts: Parts, model) -> str:
+    """Return the folder of a real model that was taught on mostly wrong actions."""
+    return taught(parts, "start", model, max_steps=REAL_START, expert_noise=0.7)
+
+
 def real_seed(parts: Parts, model) -> dict:
     """Return the curves of one seed of a real model."""
     import distill
     import grpo
-    import sft
-    taught = {"max_turns": 6, "batch_size": 8, "gradient_accumulation_steps": 1, "eval_tasks": 0,
-              "learning_rate": REAL_RATE, "max_samples": REAL_SAMPLES}
-    parts.run("start", sft, model_path=model, lora_r=16, max_steps=REAL_START, expert_noise=0.7,
-              **taught)
-    start, teacher = parts.folder("start"), parts.folder("teacher")
-    parts.run("teacher", sft, model_path=start, lora_r=16, max_steps=TEACHER_STEPS, **taught)
+    start = real_start(parts, model)
+    teacher = taught(parts, "teacher", start, max_steps=TEACHER_STEPS)
     same = REAL | {"model_path": start, "batch_size": 8, "learning_rate": 4e-4}
     curves = {"distill": parts.run("distill", distill, teacher=teacher, **same)}
     curves["grpo"] = parts.run("grpo", grpo, **same | REAL_GROUPS)

@@ -274,6 +274,7 @@ class Template:
         self._newline = self.encode("\n")
         # The episodes of a group often see the same results.
         self._cached_ids = lru_cache(4096)(self._render_ids)
+        self._cached_text = lru_cache(4096)(self._clean_text)
 
     def clean(self, value):
         """Return a copy of a message's field, or of a tool, with control tokens marked as text.
@@ -288,9 +289,10 @@ class Template:
             return {name: self.clean(item) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
             return list(map(self.clean, value))
-        if not isinstance(value, str):
-            return value
-        text = without_surrogates(value).replace(BEGIN, "").replace(END, "")
+        return self._cached_text(value) if isinstance(value, str) else value
+
+    def _clean_text(self, text: str) -> str:
+        text = without_surrogates(text).replace(BEGIN, "").replace(END, "")
         # A normalizer may turn text into a control token: NFKC does it with full-width characters.
         normalized = self._normalized(text)
         if len(self.control_token.findall(normalized)) > len(self.control_token.findall(text)):

@@ -230,6 +230,13 @@ def test_distill(tiny, results, tmp_path):
 
 
 @pytest.mark.slow
+def test_defaults_smollm2(tiny, results, tmp_path):
+    words = ["--only", "dr_grpo_0", "--seeds", "0", "--steps", "1", "--tasks", "1", "--out", tmp_path / "out", "--results", results]
+    _, result = start("defaults_smollm2", *words, results=results, MODEL=str(tiny), **{"distill.REAL_START": 1, "distill.REAL_SAMPLES": 16})
+    assert result["summary"]["dr_grpo"]["success"]["n"] == 1 and result["rows"]["dr_grpo_0"]["0"]["tokens"] > 32
+
+
+@pytest.mark.slow
 def test_learning_rates(tiny, results, tmp_path):
     start("learning_rates", "--model_path", tiny, "--rates", "1e-4", "--seeds", "0", "--steps", "1", "--out", tmp_path / "out", results=results,
           SFT_STEPS=1, SFT_SAMPLES=8, EVAL_TASKS=1)
