@@ -1,4 +1,4 @@
-"""Rows that begin alike go through the model as one packed row, in which their prompt runs once."""
+"""Equal rows go through the model once, and rows that begin alike as one packed row."""
 import torch
 
 from core.model import facts
@@ -20,23 +20,27 @@ def allow_packing(model):
 def hidden_states(model, token_ids, loss_mask):
     """Return the last hidden states (N, D) and the index (B, T) of each token's own among them.
 
-    With a prefix of P tokens that all rows (B, T) share, N is P + B (T - P) instead of B T: the
-    model sees one packed row [prefix, row 1 .. row B]. Each row's positions continue the prefix's.
+    Rows (B, T) that are equal, as many of a sure policy's group are, go through once: R are left.
+    With a prefix of P tokens that all of them share, N is P + R (T - P) instead of R T: the model
+    sees one packed row [prefix, row 1 .. row R]. Each row's positions continue the prefix's.
     """
-    P = shared_prefix(model, token_ids, loss_mask)
-    B, T = token_ids.shape
-    column = torch.arange(T, device=token_ids.device)
-    row = torch.arange(B, device=token_ids.device)[:, None]
+    numbers = {}  # the tokens of a row -> its number among those that differ
+    place = [numbers.setdefault(row, len(numbers)) for row in map(tuple, token_ids.tolist())]
+    rows = token_ids.new_tensor(list(numbers))  # (R, T)
+    P = shared_prefix(model, rows, loss_mask)
+    R, T = rows.shape
+    column = torch.arange(T, device=rows.device)
+    row = torch.tensor(place, device=rows.device)[:, None]  # (B, 1)
     if not P:
-        hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1), row * T + column
-    packed = torch.cat([token_ids[0, :P], token_ids[:, P:].flatten()])  # (N,)
-    positions = torch.cat([column[:P], column[P:].repeat(B)])  # (N,)
+    packed = torch.cat([rows[0, :P], rows[:, P:].flatten()])  # (N,)
+    positions = torch.cat([column[:P], column[P:].repeat(R)])  # (N,)
     # Without a mask transformers would make one, square in all of the row's tokens.
-    no_mask = token_ids.new_ones(1, 1, 1, 1)
+    no_mask = rows.new_ones(1, 1, 1, 1)
     hidden = model.base_model(
         input_ids=packed[None], position_ids=positions[None], use_cache=False,
-        attention_mask=no_mask, shared_prefix=(P, B)).last_hidden_state[0]  # (N, D)
+        attention_mask=no_mask, shared_prefix=(P, R)).last_hidden_state[0]  # (N, D)
     return hidden, torch.where(column < P, column, row * (T - P) + column)
 
 

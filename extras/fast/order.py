@@ -21,5 +21,6 @@ def forwarded_tokens(order: list, batch_size: int) -> int:
         batch = order[start:start + batch_size]
         shared = len(os.path.commonprefix(list(map(data.prompt_of, batch))))
         width = max(len(t.token_ids) for t in batch)
-        tokens += shared + len(batch) * (width - shared)
+        different = {tuple(t.token_ids) for t in batch}  # equal ones go through once
+        tokens += shared + len(different) * (width - shared)
     return tokens

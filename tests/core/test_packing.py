@@ -30,6 +30,27 @@ def test_packed_rows_are_the_rows_apart_and_fewer_tokens(model):
     same_gradients(ours, exact)
 
 
+def test_equal_rows_go_through_once_and_each_has_its_gradient(model):
+    """Rows of the same tokens with masks and weights of their own, against one row at a time."""
+    ids, mask = alike()
+    order = [2, 0, 2, 1, 2, 0]
+    ids, mask = ids[order], mask[order]  # (6, T)
+    mask[4] = mask[4] * (torch.arange(mask.shape[1]) < mask.shape[1] - 3)
+    weights = torch.linspace(-1, 2, 6)[:, None]
+    seen = []
+    model.base_model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:2].numel()))
+    logprobs, entropy = token_logprobs(model, ids, mask, 0.7)
+    ours = gradients(model, (weights * (logprobs + 0.1 * entropy)).sum())
+    assert seen == [9 + 3 * 12]
+    losses, alone = [], []
+    for i in range(6):
+        row, row_entropy = token_logprobs(model, ids[i:i + 1], mask[i:i + 1], 0.7)
+        alone.append(row.detach())
+        losses.append((weights[i] * (row + 0.1 * row_entropy)).sum())
+    assert (logprobs - torch.cat(alone)).abs().max() < 1e-5
+    same_gradients(ours, gradients(model, sum(losses)))
+
+
 def test_core_packs_the_families_it_knows_and_no_sliding_window(model):
     ids, mask = alike()
     assert shared_prefix(model, ids, mask) == 9

@@ -15,6 +15,7 @@ def test_forwarded_tokens_by_hand():
     a, b, c = episode("a", 10, 2), episode("a", 10, 5), episode("b", 4, 1)
     assert forwarded_tokens([a, b, c], 2) == 10 + 2 * 5 + 5 and forwarded_tokens([b, c], 2) == 2 * 15
     assert forwarded_tokens([a, b, c], 1) == 12 + 15 + 5
+    assert forwarded_tokens([a, b, b, b], 4) == forwarded_tokens([a, b], 2)  # equal ones go through once
 
 
 def test_the_pass_order_is_by_group_for_long_prompts_and_by_length_for_short_ones():
