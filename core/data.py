@@ -7,6 +7,7 @@ import math
 import zlib
 from collections import defaultdict
 from itertools import chain
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -122,10 +123,7 @@ def members(ids) -> list[list[int]]:
 
 def by_group(trajectories: list) -> list[list]:
     """Return the episodes of each group, in the order of their first appearance."""
-    groups = defaultdict(list)
-    for t in trajectories:
-        groups[t.group_id].append(t)
-    return list(groups.values())
+    return [[trajectories[i] for i in rows] for rows in members([t.group_id for t in trajectories])]
 
 
 def collect_groups(play, tasks, config, step, run, draw=draw_tasks):
@@ -212,10 +210,6 @@ def unusable(episodes: list) -> str | None:
 
 def summarise(trajectories: list) -> dict:
     """Return the number of episodes, shares from 0 to 1, rewards and counts as their means."""
-    def mean(values):
-        values = list(values)
-        return sum(values) / len(values)
-
     def total(name):
         return sum(t.info.get(name, 0) for t in trajectories)
 
@@ -229,20 +223,20 @@ def summarise(trajectories: list) -> dict:
     tried = total("tool_calls") + total("unreadable_calls")
     return {
         "episodes": n,
-        "success": mean(t.info["success"] for t in trajectories),
-        **{name: mean(values) for name, values in solved.items() if len(solved) > 1},
-        "reward": mean(t.reward for t in trajectories),
-        **{name: mean(parts[name]) for name in sorted(parts)},
+        "success": fmean(t.info["success"] for t in trajectories),
+        **{name: fmean(values) for name, values in solved.items() if len(solved) > 1},
+        "reward": fmean(t.reward for t in trajectories),
+        **{name: fmean(parts[name]) for name in sorted(parts)},
         "turns": turns / n,
         "actions": total("tool_calls") / n,
         "structure": total("parsed_turns") / max(turns, 1),
-        "completion": mean(t.stop_reason == "done" for t in trajectories),
+        "completion": fmean(t.stop_reason == "done" for t in trajectories),
         "tool_errors": total("tool_errors") / max(tried, 1),
         "tool_timeouts": total("timeouts") / n,
-        "tokens": mean(len(t.token_ids) for t in trajectories),
-        "sampled_tokens": mean(sum(t.loss_mask) for t in trajectories),
-        "truncated": mean(t.truncated for t in trajectories),
-        "errors": mean(t.stop_reason == "error" for t in trajectories),
+        "tokens": fmean(len(t.token_ids) for t in trajectories),
+        "sampled_tokens": fmean(sum(t.loss_mask) for t in trajectories),
+        "truncated": fmean(t.truncated for t in trajectories),
+        "errors": fmean(t.stop_reason == "error" for t in trajectories),
     }
 
 
