@@ -388,6 +388,17 @@ def distill_smollm2(data):
 @block("defaults.json")
 def defaults(data):
     """What choices of loss, scale and KL reach, and whether they break on their way."""
+    return chosen(data)
+
+
+@block("defaults_smollm2.json")
+def defaults_smollm2(data):
+    """The same of SmolLM2-135M."""
+    return chosen(data)
+
+
+def chosen(data):
+    """Return the table of a script's choices."""
     rows = [["loss", "scale", "KL", "runs", "success after", "minus the first, run by run",
              "largest fall", "least readable", "CPU seconds"]]
     for numbers in data["summary"].values():

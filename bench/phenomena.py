@@ -39,8 +39,8 @@ TRAINING = {"tasks_per_step": 4, "group_size": 8, "updates_per_step": 2, "learni
             "scale_rewards": "group", "clip_eps_low": 0.2, "clip_eps_high": 0.2}
 EXAM_TASKS, EXAM_SAMPLES = 80, 2
 METRICS = ("success", "reward", "structure", "echo", "entropy", "clip_high", "sampler_gap", "turns",
-           "truncated", "grad_norm", "groups_without_signal", "importance_weight", "approx_kl",
-           "kl")
+           "truncated", "grad_norm", "groups_without_signal", "importance_weight",
+           "importance_left_out", "approx_kl", "kl")
 
 # Of each effect that is seen on the tiny model: base, environment, and the arms. An arm is what it
 # changes of TRAINING; "rollout" says who samples, and "gamma" is gigpo's discount. An arm "like"
@@ -57,7 +57,11 @@ MODELS = {
         "float8, corrected": {"rollout": "float8", "importance_correction": 2.0}}),
     "staleness_model": ("easy", "equations", {
         "new": {"like": "engine_model float32"}, "old": {"rollout": "old"},
-        "old, corrected": {"rollout": "old", "importance_correction": 2.0}}),
+        "old, corrected": {"rollout": "old", "importance_correction": 2.0},
+        "old, sequence mask": {"rollout": "old", "importance_correction": 3.0,
+                               "importance_mode": "sequence_mask"},
+        "old, geometric mask": {"rollout": "old", "importance_correction": 1.01,
+                                "importance_mode": "geometric_mask"}}),
     "length_model": ("easy", "equations", {
         "grpo": {"like": "engine_model float32"}, "dr_grpo": {"loss": "dr_grpo"}}),
     "entropy_model": ("easy", "equations", {
@@ -267,7 +271,7 @@ TABLES = {
     "entropy": ("best action", "entropy", "clipped above"),
     "entropy_model": ("entropy", "clip_high", "solved"),
     "staleness": ("at age 8", "at age 4", "at age 2", "at the end, age 8", "left out, age 8"),
-    "staleness_model": ("solved", "approx_kl", "clip_high"),
+    "staleness_model": ("solved", "approx_kl", "importance_left_out"),
     "engine": ("reward", "gap", "outside gspo"),
     "engine_model": ("solved", "sampler_gap"),
     "credit": ("success", "looks", "success at a price of 0.05", "good turns in the hard place"),
