@@ -29,8 +29,8 @@ from bench.learning import RESULTS, write_json  # noqa: E402
 # Steps between exams, episodes of a step, and steps of distillation; SFT: episodes, epochs, rate.
 TINY = {"eval_every": 3, "eval_tasks": 200, "tasks_per_step": 64, "max_steps": 12}
 REAL = {"eval_every": 5, "eval_tasks": 60, "tasks_per_step": 32, "max_steps": 15}
-TEACHER = {"eval_tasks": 200}  # and as many steps as grpo.py takes
-GROUPS = {"tasks_per_step": 8, "group_size": 8}  # of GRPO: as many episodes
+TEACHER = {"eval_tasks": 200, "max_steps": 36, "learning_rate": 4e-3}
+GROUPS = {"tasks_per_step": 8, "group_size": 8, "learning_rate": 4e-3}  # of GRPO: as many episodes
 IMITATED = (192, 768)
 IMITATION = {"num_epochs": 4, "batch_size": 16, "learning_rate": 4e-3}
 TEACHER_STEPS = 60

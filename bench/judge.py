@@ -29,6 +29,7 @@ from bench.learning import (  # noqa: E402
 from bench.pictures import COLORS, figure, save  # noqa: E402
 
 STEPS = 36  # of 8 x 8 episodes
+RATE = 4e-3
 RUNS = {"environment": "blue", "score": "orange", "rank": "green"}
 RUBRIC = "An episode that gives the right answer comes first. Then the one with fewer errors."
 SOLVED, UNSOLVED, ERROR = 1.0, 0.4, 0.1  # of the rule: a score without errors, and for each error
@@ -99,7 +100,8 @@ def serve() -> str:
 # ----------------------------------------------------------------------------------------- the runs
 def settings(steps=STEPS) -> dict:
     """Return what the figures depend on."""
-    return {"run": flags("grpo", max_steps=steps), "rule": [SOLVED, UNSOLVED, ERROR, RUBRIC]}
+    return {"run": flags("grpo", max_steps=steps, learning_rate=RATE),
+            "rule": [SOLVED, UNSOLVED, ERROR, RUBRIC]}
 
 
 def play(args, base, url, name, seed):
@@ -115,7 +117,7 @@ def play(args, base, url, name, seed):
     clock = Clock()
     result = grpo.train(grpo.Config(
         model_path=base, env="equations", rewards=rewards, output_dir=str(folder), seed=seed,
-        max_steps=args.steps, eval_tasks=0, overwrite=True))
+        max_steps=args.steps, learning_rate=RATE, eval_tasks=0, overwrite=True))
     times = clock.read()
     write_row(args, name, seed, {
         **examined(load_model, folder, args.tasks), **times,

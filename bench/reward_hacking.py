@@ -20,6 +20,7 @@ from bench.pictures import COLORS, figure, save  # noqa: E402
 from envs.equations import ANSWER_REWARD, Equations  # noqa: E402
 
 STEPS = 40
+RATE = 4e-3
 MAX_TURNS = 8
 RUNS = {"gamed": f"{__file__}:Gamed", "best": "equations"}
 LABELS = {"gamed": "every call that works is paid", "best": "only new progress is paid"}
@@ -37,7 +38,7 @@ class Gamed(Equations):
 
 def settings(steps=STEPS) -> dict:
     """Return what the figures depend on."""
-    return flags("grpo", max_turns=MAX_TURNS, max_steps=steps)
+    return flags("grpo", max_turns=MAX_TURNS, max_steps=steps, learning_rate=RATE)
 
 
 def worker(args):
@@ -48,7 +49,7 @@ def worker(args):
     base, clock = taught_base(args.out), Clock()
     result = grpo.train(grpo.Config(
         env=RUNS[name], max_turns=MAX_TURNS, model_path=base, output_dir=str(folder), seed=seed,
-        max_steps=args.steps, eval_tasks=args.tasks, overwrite=True))
+        max_steps=args.steps, learning_rate=RATE, eval_tasks=args.tasks, overwrite=True))
     with open(folder / "trajectories.jsonl") as file:
         last = json.loads(file.readlines()[-1])
     write_row(args, name, seed, {
