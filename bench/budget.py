@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 import lora
 import core.logprobs as logprobs
+import core.packing as packing
 import extras.memory.pointwise as pointwise
 import extras.memory.quantization as quantization
 from extras.fast import static_engine
@@ -136,6 +137,11 @@ def _shapes(argument):
     return type(argument), argument
 
 
+def all_rows(token_ids):
+    """Return what `packing.distinct` does of rows that all differ: ids of the meta device have no values."""
+    return token_ids, torch.arange(len(token_ids), device=token_ids.device)[:, None]
+
+
 @contextmanager
 def standing_for(kind: str):
     """Let the meta device run what a device of this kind ("cuda" or "cpu") runs.
@@ -155,6 +161,7 @@ def standing_for(kind: str):
           mock.patch.object(quantization, "blocks", first_blocks),
           mock.patch.object(logprobs, "blocks", first_blocks),
           mock.patch.object(logprobs, "used_columns", lambda mask: mask.shape[1]),
+          mock.patch.object(packing, "distinct", all_rows),
           mock.patch.object(pointwise, "pieces", first_pieces),
           mock.patch.object(torch.Tensor, "nonzero", _all_places), norms_as_on_a_gpu()):
         yield

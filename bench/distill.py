@@ -125,7 +125,7 @@ def tiny_seed(parts: Parts, taught: Parts, start) -> dict:
     return curves
 
 
-def taught(parts: Parts, name, model, **changes) -> str:
+def sft_adapter(parts: Parts, name, model, **changes) -> str:
     """Return the folder of a real model's adapter that SFT on the expert's episodes has made."""
     import sft
     parts.run(name, sft, model_path=model, lora_r=16, max_turns=6, batch_size=8, eval_tasks=0,
@@ -136,7 +136,7 @@ def taught(parts: Parts, name, model, **changes) -> str:
 
 def real_start(parts: Parts, model) -> str:
     """Return the folder of a real model that was taught on mostly wrong actions."""
-    return taught(parts, "start", model, max_steps=REAL_START, expert_noise=0.7)
+    return sft_adapter(parts, "start", model, max_steps=REAL_START, expert_noise=0.7)
 
 
 def real_seed(parts: Parts, model) -> dict:
@@ -144,7 +144,7 @@ def real_seed(parts: Parts, model) -> dict:
     import distill
     import grpo
     start = real_start(parts, model)
-    teacher = taught(parts, "teacher", start, max_steps=TEACHER_STEPS)
+    teacher = sft_adapter(parts, "teacher", start, max_steps=TEACHER_STEPS)
     same = REAL | {"model_path": start, "batch_size": 8, "learning_rate": 4e-4}
     curves = {"distill": parts.run("distill", distill, teacher=teacher, **same)}
     curves["grpo"] = parts.run("grpo", grpo, **same | REAL_GROUPS)

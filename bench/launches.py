@@ -27,8 +27,9 @@ import torch  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import core.logprobs as logprobs  # noqa: E402
+import core.packing as packing  # noqa: E402
 import lora  # noqa: E402
-from bench.budget import Bytes, _all_places, _fused_attention, kind_of  # noqa: E402
+from bench.budget import Bytes, _all_places, _fused_attention, all_rows, kind_of  # noqa: E402
 from bench.gpu_norms import norms_as_on_a_gpu  # noqa: E402
 from bench.gpu_parts import SHAPES  # noqa: E402
 from core.model import adamw, facts  # noqa: E402
@@ -109,6 +110,7 @@ def standing_for_a_gpu():
     with (mock.patch.object(torch.Tensor, "is_cpu", False),
           mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
           mock.patch.object(logprobs, "used_columns", lambda mask: mask.shape[1]),
+          mock.patch.object(packing, "distinct", all_rows),
           mock.patch.object(torch.Tensor, "nonzero", _all_places),
           mock.patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", lambda *_, **__: True),
           mock.patch.object(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None),

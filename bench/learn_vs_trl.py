@@ -34,7 +34,7 @@ from bench.learning import (  # noqa: E402
 
 ARMS = ("ours", "trl", "trl_shipped", "ours_two", "trl_two")
 TASKS_PER_STEP, GROUP_SIZE, LORA_R = 8, 8, 16
-LEARNING_RATE, KL_COEF, MAX_GRAD_NORM, BATCH_SIZE = 4e-3, 0.1, 0.05, 16  # grpo.TINY
+LEARNING_RATE, KL_COEF, MAX_GRAD_NORM, BATCH_SIZE = 4e-3, 0.1, 0.05, 16  # grpo.TINY of the day of the runs
 STEPS = 36
 MAX_COMPLETION = 900  # tokens: what an episode of 1,024 leaves beside the prompt
 TOO_LONG = "over " * MAX_COMPLETION

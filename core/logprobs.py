@@ -46,7 +46,8 @@ def token_logprobs(model, token_ids, loss_mask, temperature: float = 1.0,
     predicted = loss_mask[:, 1:].bool()  # (B, T - 1)
     # Mamba's layers add up in float32.
     dtype = model.get_output_embeddings().weight.dtype
-    hidden = hidden[index[:, :-1][predicted[:, :used - 1]]].to(dtype)  # (n, D)
+    # A place may stand for several rows: the gradient of an embedding adds them up in one order.
+    hidden = F.embedding(index[:, :-1][predicted[:, :used - 1]], hidden).to(dtype)  # (n, D)
     targets = token_ids[:, 1:][predicted]  # (n,)
     compute = facts(model).head_logprobs or head_logprobs
     results = compute(model, hidden, targets, temperature)  # (n,), (n,)

@@ -20,17 +20,15 @@ def allow_packing(model):
 def hidden_states(model, token_ids, loss_mask):
     """Return the last hidden states (N, D) and the index (B, T) of each token's own among them.
 
-    Rows (B, T) that are equal, as many of a sure policy's group are, go through once: R are left.
-    With a prefix of P tokens that all of them share, N is P + R (T - P) instead of R T: the model
-    sees one packed row [prefix, row 1 .. row R]. Each row's positions continue the prefix's.
+    Equal rows, frequent once a policy is sure, go through once: R of the B rows (B, T) remain, and
+    share what dropout draws. With a prefix of P tokens that all of them share, N is P + R (T - P)
+    instead of R T: the model sees one packed row [prefix, row 1 .. row R]. Each row's positions
+    continue the prefix's.
     """
-    numbers = {}  # the tokens of a row -> its number among those that differ
-    place = [numbers.setdefault(row, len(numbers)) for row in map(tuple, token_ids.tolist())]
-    rows = token_ids.new_tensor(list(numbers))  # (R, T)
+    rows, row = distinct(token_ids)  # (R, T), (B, 1)
     P = shared_prefix(model, rows, loss_mask)
     R, T = rows.shape
     column = torch.arange(T, device=rows.device)
-    row = torch.tensor(place, device=rows.device)[:, None]  # (B, 1)
     if not P:
         hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1), row * T + column
@@ -44,45 +42,53 @@ def hidden_states(model, token_ids, loss_mask):
     return hidden, torch.where(column < P, column, row * (T - P) + column)
 
 
+def distinct(token_ids):
+    """Return the rows (R, T) that differ, and which of them each row (B, T) is, as (B, 1)."""
+    numbers = {}  # the tokens of a row -> its number among those that differ
+    place = [numbers.setdefault(row, len(numbers)) for row in map(tuple, token_ids.tolist())]
+    firsts = [place.index(number) for number in range(len(numbers))]
+    return token_ids[firsts], torch.tensor(place, device=token_ids.device)[:, None]
+
+
 def shared_prefix(model, token_ids, loss_mask) -> int:
-    """Return the length of the prompt that all rows share, before the first 1 of the mask (B, T).
+    """Return the length of the prompt that all rows (R, T) share, before the mask's first 1.
 
     It is 0 where the model cannot continue from a prefix, or less than a tenth of all is saved.
     """
-    B, T = token_ids.shape
+    R, T = token_ids.shape
     window = getattr(model.config.get_text_config(), "sliding_window", None) or T
     if not facts(model).shares_prefix or window < T:
         return 0
     alike = (token_ids == token_ids[0]).all(0) & (loss_mask == 0).all(0)  # (T,)
-    length = min(int(alike.long().cumprod(0).sum()), T - 1)
-    return length if (B - 1) * length >= 0.1 * B * T else 0
+    length = int(alike.long().cumprod(0).sum())
+    return length if (R - 1) * length >= 0.1 * R * T else 0
 
 
 def packed_attention(module, query, key, value, attention_mask, shared_prefix=None, **kwargs):
     """Attend by transformers' own kernel, in the signature of its attention functions.
 
-    With a `shared_prefix` (P, B) the batch is one packed row, (1, H or H_kv, P + B W, D): each of
-    the B rows sees the prefix and itself.
+    With a `shared_prefix` (P, R) the batch is one packed row, (1, H or H_kv, P + R W, D): each of
+    the R rows sees the prefix and itself.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if not shared_prefix:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    P, B = shared_prefix
+    P, R = shared_prefix
     prefix, rows = zip(*(x.split([P, x.shape[2] - P], 2) for x in (query, key, value)))
     first, _ = sdpa_attention_forward(module, *prefix, None, **kwargs)  # (1, P, H, D)
-    q, k, v = (unpack(x, B) for x in rows)  # (B, H or H_kv, W, D)
-    k, v = after(prefix[1], k), after(prefix[2], v)  # (B, H_kv, P + W, D)
+    q, k, v = (unpack(x, R) for x in rows)  # (R, H or H_kv, W, D)
+    k, v = after(prefix[1], k), after(prefix[2], v)  # (R, H_kv, P + W, D)
     W, S = q.shape[2], k.shape[2]
     mask = torch.ones(W, S, dtype=torch.bool, device=q.device).tril(S - W)[None, None]
-    tail, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)  # (B, W, H, D)
+    tail, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)  # (R, W, H, D)
     return torch.cat([first, tail.flatten(0, 1)[None]], 1), None
 
 
-def unpack(x, B):
-    """Return (B, H, W, D) of the rows that lie one behind the other in x (1, H, B * W, D)."""
-    return x[0].unflatten(1, (B, -1)).transpose(0, 1)
+def unpack(x, R):
+    """Return (R, H, W, D) of the rows that lie one behind the other in x (1, H, R * W, D)."""
+    return x[0].unflatten(1, (R, -1)).transpose(0, 1)
 
 
 def after(prefix, x):
-    """Return the rows x (B, H, T, D), each with the prefix (1, H, P, D) in front."""
+    """Return the rows x (R, H, T, D), each with the prefix (1, H, P, D) in front."""
     return torch.cat([prefix.expand(len(x), -1, -1, -1), x], 2)

@@ -9,7 +9,8 @@ others down. That is all.
 It is grpo.py without its options. With the same settings both train the same adapter,
 bit for bit:
 
-    python grpo.py --model_path runs/lessons/start --kl_coef 0 --max_steps 20    without extras/
+    python grpo.py --model_path runs/lessons/start --kl_coef 0 --learning_rate 4e-3 \\
+        --max_steps 20    without extras/
 """
 import argparse
 

@@ -301,7 +301,7 @@ for path in sorted(Path("lessons").glob("[0-9]*.py")):  # all of them can be loa
     if path.stem == "02_grpo":
         lesson = module
 assert not any(name.partition(".")[0] == "extras" for name in sys.modules)
-grpo.train(grpo.Config(model_path=base, env=env, kl_coef=0.0, tasks_per_step=5, group_size=4, max_steps=2, eval_tasks=0, output_dir=f"{out}/whole"))
+grpo.train(grpo.Config(model_path=base, env=env, kl_coef=0.0, learning_rate=4e-3, tasks_per_step=5, group_size=4, max_steps=2, eval_tasks=0, output_dir=f"{out}/whole"))
 lesson.start_model, lesson.FOLDER, lesson.draw = lambda: base, Path(out), print
 lesson.ENV, lesson.TASKS, lesson.GROUP, lesson.HELD_OUT = env, 5, 4, 1
 lesson.main(steps=2)

@@ -135,7 +135,7 @@ class Run(Recording):
         timing = {"seconds": seconds, "update_seconds": update_seconds, **timing}
         if self.rollout_seconds and "episodes" in line:
             timing["rollout_seconds"] = self.rollout_seconds
-            # Every pass, to score or to update, forwards the episodes again.
+            # Every pass, to score or to update, is over all episodes.
             timing["update_tokens_per_second"] = line["tokens"] * self.passed / update_seconds
             # The seconds of a step that was played ahead are only those of waiting for it.
             if not line.get("staleness"):

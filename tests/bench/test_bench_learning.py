@@ -70,7 +70,7 @@ def test_defaults_compare_runs_of_the_same_start_and_seed():
     assert summary["no_kl"]["minus_first"] == {"n": 1, "mean": 0.05} and summary["no_kl"]["by_run"] == {"start 0, seed 1": 0.85, "start 1, seed 0": 0.1}
     head, first, second = defaults.table(summary)
     assert first[0] == "grpo, group, 0.1, 2" and second[3] == "+0.050 (n = 1)" and len(head) == len(first) == len(second)
-    assert all(grpo.settle(grpo.Config(model_path="tiny", **changes)).learning_rate == grpo.TINY["learning_rate"] for changes in defaults.CHOICES.values())
+    assert all(grpo.settle(grpo.Config(model_path="tiny", **changes)).learning_rate == 4e-3 for changes in defaults.CHOICES.values())
 
 
 def played(success, training, readable=1.0):

@@ -51,6 +51,20 @@ def test_equal_rows_go_through_once_and_each_has_its_gradient(model):
     same_gradients(ours, gradients(model, sum(losses)))
 
 
+def test_the_gradient_of_equal_rows_has_the_same_bits_on_two_threads(model):
+    """Many rows add to one place. Atomic additions would take them in any order."""
+    ids = IDS[:1, :24].repeat(128, 1)
+    ids[::5, -1] += 1
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = [gradients(model, (weights * token_logprobs(model, ids, torch.ones_like(ids))[0]).sum()) for _ in range(60)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0].values(), other.values(), strict=True))
+
+
 def test_core_packs_the_families_it_knows_and_no_sliding_window(model):
     ids, mask = alike()
     assert shared_prefix(model, ids, mask) == 9
