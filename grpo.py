@@ -269,7 +269,7 @@ PAPER_SETTINGS = {
     "rloo": {"scale_rewards": "none"},
 }
 more_rows(LOSSES, CREDITS, CORRECTIONS, PAPER_SETTINGS, compare=group_advantages)  # extras/zoo
-# What the tiny model needs in place of the defaults. At its learning rate even shuffled rewards
+# What the tiny model needs in place of the defaults. At such a learning rate even shuffled rewards
 # make the policy drift; a KL penalty prevents that. Gradient norms are 0.02: 0.05 clips outliers.
 TINY = {"learning_rate": 3e-3, "kl_coef": 0.1, "updates_per_step": 2, "max_grad_norm": 0.05,
         "batch_size": 16, "dtype": "float32"}

@@ -281,7 +281,7 @@ def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:
 def pass_order(trajectories: list, batch_size: int) -> list:
     """Return the episodes in the order of forward passes: groups, whose prompt is forwarded once.
 
-    The longest come first: what does not fit fails at once. extras/fast uses the batch size.
+    The longest come first: what does not fit fails early. extras/fast uses the batch size.
     """
     by_length = sorted(trajectories, key=lambda t: -len(t.token_ids))
     return list(chain(*by_group(by_length)))

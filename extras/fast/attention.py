@@ -61,7 +61,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
 
     It is the stock kernel except in two cases.
 
-    shared_prefix (P, B): the batch is one packed row [prefix, row 1 ... row B] of
+    shared_prefix (P, R): the batch is one packed row [prefix, row 1 ... row R] of
     `packing.hidden_states`. Each row sees the prefix and itself.
 
     In 16 bits on a CPU it is `products.causal`; in float32 the stock kernel takes half of its time
@@ -77,8 +77,8 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
     visible = key.shape[2]  # keys of a row's last query
     if shared_prefix:
         attention_mask = None
-        P, B = shared_prefix
-        W = (T - P) // B
+        P, R = shared_prefix
+        W = (T - P) // R
         T, visible = max(P, W), P + W
     stock = attention_mask is not None or kwargs.get("position_bias") is not None
     row_bytes = H * T * visible * query.element_size()  # of the scores of one row
@@ -89,7 +89,7 @@ def causal_attention(module, query, key, value, attention_mask, scaling=None, sh
                          shared_prefix=shared_prefix, **kwargs)
     else:
         from extras.fast.products import causal, packed  # most runs on a CPU are in float32
-        attend = partial(packed, scaling, P, B) if shared_prefix else partial(causal, scaling)
+        attend = partial(packed, scaling, P, R) if shared_prefix else partial(causal, scaling)
     # What layers free between tensors that they keep is a hole in glibc's heap: a fifth of
     # SmolLM2's peak. To look for holes takes 2 ms, and to fetch the pages again a quarter of the
     # tiny model's step: too long for every layer, or before the first, where none is kept yet.

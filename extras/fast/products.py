@@ -10,15 +10,15 @@ from core.packing import after, unpack
 SCORES = 2**20  # bytes of attention scores at once, which a CPU's cache holds
 
 
-def packed(scaling, P, B, query, key, value):
-    """Attend within one packed row [prefix, row 1 ... row B] (1, H or H_kv, P + B * W, D).
+def packed(scaling, P, R, query, key, value):
+    """Attend within one packed row [prefix, row 1 ... row R] (1, H or H_kv, P + R * W, D).
 
-    Returns (1, P + B * W, H, D).
+    Returns (1, P + R * W, H, D).
     """
     prefix, rows = zip(*(x.split([P, x.shape[2] - P], 2) for x in (query, key, value)))
     first = causal(scaling, *prefix)  # (1, P, H, D)
-    rows = (unpack(x, B) for x in rows)
-    tail = causal(scaling, *rows, *prefix[1:])  # (B, W, H, D)
+    rows = (unpack(x, R) for x in rows)
+    tail = causal(scaling, *rows, *prefix[1:])  # (R, W, H, D)
     return torch.cat([first, tail.flatten(0, 1)[None]], 1)
 
 
