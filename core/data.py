@@ -245,13 +245,10 @@ def pass_at_k(trajectories: list) -> dict:
 
     If c of the G episodes of a task succeeded, it is 1 - C(G - c, k) / C(G, k).
     """
-    counts, out = [], {}  # (G, c) of each task
-    for group in by_group(trajectories):
-        counts.append((len(group), sum(t.info["success"] for t in group)))
-    for k in range(1, min(counts)[0] + 1):
-        solved = [1 - math.comb(G - c, k) / math.comb(G, k) for G, c in counts]
-        out[f"pass@{k}"] = sum(solved) / len(solved)
-    return out
+    counts = [(len(group), sum(t.info["success"] for t in group))  # (G, c) of each task
+              for group in by_group(trajectories)]
+    return {f"pass@{k}": fmean(1 - math.comb(G - c, k) / math.comb(G, k) for G, c in counts)
+            for k in range(1, min(counts)[0] + 1)}
 
 
 # ----------------------------------------------------------------------------------------- batches
@@ -262,10 +259,8 @@ def shuffled_batches(items: list, size: int, *seed: int) -> list[list]:
 
 def even_batches(items: list, size: int) -> list[list]:
     """Return the items in batches of at most `size`, as even as possible: none has only a few."""
-    batches = []
-    for places in np.array_split(np.arange(len(items)), math.ceil(len(items) / size)):
-        batches.append([items[i] for i in places])
-    return batches
+    parts = np.array_split(np.arange(len(items)), math.ceil(len(items) / size))
+    return [[items[i] for i in places] for places in parts]
 
 
 def batches_of_like_length(episodes: list, size: int, *seed: int) -> list[list]:

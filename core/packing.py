@@ -20,10 +20,9 @@ def allow_packing(model):
 def hidden_states(model, token_ids, loss_mask):
     """Return the last hidden states (N, D) and the index (B, T) of each token's own among them.
 
-    Equal rows, frequent once a policy is sure, go through once: R of the B rows (B, T) remain, and
-    share what dropout draws. With a prefix of P tokens that all of them share, N is P + R (T - P)
-    instead of R T: the model sees one packed row [prefix, row 1 .. row R]. Each row's positions
-    continue the prefix's.
+    Equal rows, which a sure policy repeats, go through once, R of B. So does a prefix of P tokens
+    that all share: the model sees one packed row [prefix, row 1 .. row R], whose positions continue
+    the prefix's, and N is P + R (T - P). Equal rows share what dropout draws, and so does a prefix.
     """
     rows, row = distinct(token_ids)  # (R, T), (B, 1)
     P = shared_prefix(model, rows, loss_mask)
@@ -45,9 +44,11 @@ def hidden_states(model, token_ids, loss_mask):
 def distinct(token_ids):
     """Return the rows (R, T) that differ, and which of them each row (B, T) is, as (B, 1)."""
     numbers = {}  # the tokens of a row -> its number among those that differ
-    place = [numbers.setdefault(row, len(numbers)) for row in map(tuple, token_ids.tolist())]
-    firsts = [place.index(number) for number in range(len(numbers))]
-    return token_ids[firsts], torch.tensor(place, device=token_ids.device)[:, None]
+    place = [numbers.setdefault(tuple(row), len(numbers)) for row in token_ids.tolist()]
+    if len(numbers) == len(place):  # a GPU need not wait for more
+        return token_ids, torch.arange(len(place), device=token_ids.device)[:, None]
+    rows = token_ids[[place.index(number) for number in range(len(numbers))]]
+    return rows, torch.tensor(place, device=token_ids.device)[:, None]
 
 
 def shared_prefix(model, token_ids, loss_mask) -> int:

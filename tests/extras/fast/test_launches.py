@@ -98,7 +98,7 @@ def test_a_gpu_takes_few_pieces_of_what_has_a_real_width():
 KERNELS = {"plain": [162, 1263, 1263, 4432], "4bit": [350, 1943, 1999, 9532], "small": [366, 1946, 2992, 9940]}
 GRAPH = {"plain": 260, "4bit": 504, "small": 523}  # operations of a graph, views included
 # What the host waits for in one update and in a rollout. Gradients of an adapter in host memory are copied there, one by one.
-UPDATE_WAITS = {"aten.nonzero.default": 1, "aten._local_scalar_dense.default": 4, "aten.index.Tensor": 2}
+UPDATE_WAITS = {"tolist": 1, "aten.nonzero.default": 1, "aten._local_scalar_dense.default": 4, "aten.index.Tensor": 2}
 GRADIENTS = {"blocking copy to the host": 56}
 ROLLOUT_WAITS = {"torch.tensor on the device": 13, "indices from the host": 2, "tolist": 42, "blocking copy to the device": 40}
 
