@@ -197,5 +197,5 @@ def test_the_runs_of_chapter_4_are_those_that_were_measured():
         config = parse(grpo.Config, words[2:])
         assert envs.load(config.env).__name__ == envs.load(env).__name__
         assert replace(config, env="", output_dir="") == grpo.Config(
-            env="", output_dir="", model_path="runs/grpo/base", max_steps=reward_hacking.STEPS,
+            env="", output_dir="", model_path="runs/grpo/base", max_steps=reward_hacking.STEPS, learning_rate=reward_hacking.RATE,
             max_turns=reward_hacking.MAX_TURNS, eval_tasks=100)

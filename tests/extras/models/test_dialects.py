@@ -314,6 +314,10 @@ def test_linear_time(unit):
         "{",
     ):
         text = prefix + unit * (100_000 // len(unit))
-        start = time.process_time()
-        parse_tool_calls(text)
-        assert time.process_time() - start < 2, (prefix, unit)
+        assert any(cpu_seconds(text) < 2 for _ in range(3)), (prefix, unit)  # 0.4 alone, and once 2.1 beside other tests
+
+
+def cpu_seconds(text):
+    start = time.process_time()
+    parse_tool_calls(text)
+    return time.process_time() - start
