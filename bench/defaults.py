@@ -113,18 +113,22 @@ def table(summary) -> list[list]:
     return rows
 
 
-def main(argv=None):
-    args = arguments(__doc__, RUNS, "defaults", argv, steps=STEPS)
+def measure(args, name, runs, choices, play, settings):
+    """Do the runs that have no row yet, print the table of all that were done, write NAME.json."""
     for seed in args.seeds:
         for run in args.only:
             if not row_file(args, run, seed).exists():
                 play(args, run, seed)
-    rows = read_rows(args, RUNS)  # those of earlier calls, too
-    summary = summarize(rows)
+    rows = read_rows(args, runs)  # those of earlier calls, too
+    summary = summarize(rows, choices)
     for line in table(summary):
         print(*line, sep=" | ")
-    report(args, "defaults", settings=fingerprint(settings(args.steps)), steps=args.steps,
-           summary=summary, rows=rows)
+    report(args, name, settings=fingerprint(settings), steps=args.steps, summary=summary, rows=rows)
+
+
+def main(argv=None):
+    args = arguments(__doc__, RUNS, "defaults", argv, steps=STEPS)
+    measure(args, "defaults", RUNS, CHOICES, play, settings(args.steps))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does another loss or scale serve SmolLM2-135M better than `grpo` with the group's std?
 
-    python bench/defaults_smollm2.py --tasks 40     three seeds of two choices, 45 minutes on 2 cores
+    python bench/defaults_smollm2.py --tasks 40    three seeds of two choices: 45 minutes on 2 cores
 
 A real model has no KL and one update a step by default, so that the loss and the scale are what is
 left to choose. All runs start from the adapter that bench/distill.py makes, and all runs of a seed
@@ -15,9 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench import distill  # noqa: E402
-from bench.defaults import summarize, table  # noqa: E402
-from bench.learning import (  # noqa: E402
-    Clock, arguments, exam, fingerprint, flags, read_rows, report, row_file, series, write_row)
+from bench.defaults import measure  # noqa: E402
+from bench.learning import Clock, arguments, exam, flags, series, write_row  # noqa: E402
 from bench.learning_rates import short_template  # noqa: E402
 
 MODEL = ROOT / ".real" / "smollm2"
@@ -64,16 +63,7 @@ def play(args, run, seed):
 
 def main(argv=None):
     args = arguments(__doc__, RUNS, "defaults_smollm2", argv, steps=STEPS)
-    for seed in args.seeds:
-        for run in args.only:
-            if not row_file(args, run, seed).exists():
-                play(args, run, seed)
-    rows = read_rows(args, RUNS)  # those of earlier calls, too
-    summary = summarize(rows, CHOICES)
-    for line in table(summary):
-        print(*line, sep=" | ")
-    report(args, "defaults_smollm2", settings=fingerprint(settings(args.steps)), steps=args.steps,
-           summary=summary, rows=rows)
+    measure(args, "defaults_smollm2", RUNS, CHOICES, play, settings(args.steps))
 
 
 if __name__ == "__main__":

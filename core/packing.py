@@ -45,7 +45,7 @@ def distinct(token_ids):
     """Return the rows (R, T) that differ, and which of them each row (B, T) is, as (B, 1)."""
     numbers = {}  # the tokens of a row -> its number among those that differ
     place = [numbers.setdefault(tuple(row), len(numbers)) for row in token_ids.tolist()]
-    if len(numbers) == len(place):  # a GPU need not wait for more
+    if len(numbers) == len(place):  # then no copy has to reach a GPU
         return token_ids, torch.arange(len(place), device=token_ids.device)[:, None]
     rows = token_ids[[place.index(number) for number in range(len(numbers))]]
     return rows, torch.tensor(place, device=token_ids.device)[:, None]
