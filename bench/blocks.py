@@ -397,14 +397,21 @@ def defaults_smollm2(data):
     return chosen(data)
 
 
+@block("defaults_gsm8k.json")
+def defaults_gsm8k(data):
+    """The same of SmolLM2-135M on GSM8K's easy set."""
+    return chosen(data)
+
+
 def chosen(data):
     """Return the table of a script's choices."""
+    from bench.defaults import name_of
     rows = [["loss", "scale", "KL", "runs", "success after", "minus the first, run by run",
              "largest fall", "least readable", "CPU seconds"]]
     for numbers in data["summary"].values():
         changes, minus = numbers["changes"], numbers["minus_first"]
         difference = f"{minus['mean']:+.3f} ± {minus['half_width']:.3f}" if minus else ""
-        rows.append([changes["loss"], changes["scale_rewards"], f"{changes['kl_coef']:g}",
+        rows.append([name_of(changes), changes["scale_rewards"], f"{changes['kl_coef']:g}",
                      numbers["success"]["n"], f"{numbers['success']['mean']:.3f}", difference,
                      f"{numbers['largest_fall']:.2f}", f"{numbers['least_readable']:.2f}",
                      f"{numbers['cpu_seconds']:.0f}"])

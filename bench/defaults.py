@@ -94,13 +94,19 @@ def summarize(rows, choices=CHOICES) -> dict:
     return summary
 
 
+def name_of(changes) -> str:
+    """Return "grpo" or "grpo, ECHO 0.1" of what a choice changes."""
+    echo = f", ECHO {changes['echo_coef']:g}" if changes.get("echo_coef") else ""
+    return changes["loss"] + echo
+
+
 def table(summary) -> list[list]:
     """Return the rows of the table, its head first."""
     rows = [["loss, scale, KL, updates", "runs", "success after", "minus the first, run by run",
              "largest fall", "least readable", "CPU seconds"]]
     for numbers in summary.values():
         changes, minus = numbers["changes"], numbers["minus_first"]
-        words = [changes["loss"], changes["scale_rewards"], f"{changes['kl_coef']:g}",
+        words = [name_of(changes), changes["scale_rewards"], f"{changes['kl_coef']:g}",
                  changes["updates_per_step"]]
         difference = ""
         if minus:

@@ -1,6 +1,6 @@
-"""Does another loss or scale serve SmolLM2-135M better than `grpo` with the group's std?
+"""Does another loss or scale, or ECHO, serve SmolLM2-135M better than `grpo` with the group's std?
 
-    python bench/defaults_smollm2.py --tasks 40    three seeds of two choices: 45 minutes on 2 cores
+    python bench/defaults_smollm2.py --tasks 40    three seeds of three choices: an hour on 2 cores
 
 A real model has no KL and one update a step by default, so that the loss and the scale are what is
 left to choose. All runs start from the adapter that bench/distill.py makes, and all runs of a seed
@@ -24,8 +24,9 @@ STEPS = 7  # of 4 x 8 episodes
 DTYPE = {"dtype": "bfloat16"}
 EACH = {"kl_coef": 0.0, "updates_per_step": 1, "learning_rate": 4e-4, "batch_size": 8,
         **distill.REAL_GROUPS, **DTYPE}
-CHOICES = {"grpo": EACH | {"loss": "grpo", "scale_rewards": "group"},
-           "dr_grpo": EACH | {"loss": "dr_grpo", "scale_rewards": "none"}}
+GRPO = EACH | {"loss": "grpo", "scale_rewards": "group"}
+CHOICES = {"grpo": GRPO, "dr_grpo": EACH | {"loss": "dr_grpo", "scale_rewards": "none"},
+           "echo": GRPO | {"echo_coef": 0.1}}
 RUNS = {f"{name}_0": name for name in CHOICES}  # 0: there is one start
 
 

@@ -29,10 +29,11 @@ CLUES = f"{ROOT / 'bench' / 'clues.py'}:Clues"
 # The taught models: the environment that each was taught on, demonstrations, steps of SFT.
 BASES = {"easy": ("equations", 1400, 300), "clues": (CLUES, 400, 220),
          "hard": ("equations_hard", 1400, 300), "search": ("search", 1400, 300),
-         "poor": ("search", 300, 120), "poor_hard": ("equations_hard", 300, 120)}
+         "poor": ("search", 300, 120), "poor_hard": ("equations_hard", 300, 120),
+         "poor_code": ("code", 300, 120)}
 NOISE, MAX_TURNS = 0.6, 6  # of the experts: the share of actions that are wrong, the most turns
 SCHOOL_BATCH, SCHOOL_RATE = 16, 3e-3
-STEPS, AGE, GAMMA = 20, 4, 0.95
+STEPS, GAMMA = 20, 0.95
 TRAINING = {"tasks_per_step": 4, "group_size": 8, "updates_per_step": 2, "learning_rate": 2e-3,
             "max_grad_norm": 0.05, "kl_coef": 0.1, "lora_r": 16, "batch_size": 16,
             "weight_decay": 0.0, "dtype": "float32", "loss": "grpo", "credit": "episode",
@@ -43,10 +44,14 @@ METRICS = ("success", "reward", "structure", "echo", "entropy", "clip_high", "sa
            "importance_left_out", "approx_kl", "kl")
 
 # Of each effect that is seen on the tiny model: base, environment, and the arms. An arm is what it
-# changes of TRAINING; "rollout" says who samples, and "gamma" is gigpo's discount. An arm "like"
-# another one is that run.
+# changes of TRAINING; "rollout" says who samples, the policy so many steps ago or an engine of
+# another dtype, and "gamma" is gigpo's discount. An arm "like" another one is that run.
 FOUR_UPDATES = {"updates_per_step": 4, "kl_coef": 0.0}
 ECHO = {"no echo": {}, "echo 0.01": {"echo_coef": 0.01}, "echo 0.1": {"echo_coef": 0.1}}
+CORRECTIONS = {
+    "": {}, ", corrected": {"importance_correction": 2.0},
+    ", sequence mask": {"importance_correction": 3.0, "importance_mode": "sequence_mask"},
+    ", geometric mask": {"importance_correction": 1.01, "importance_mode": "geometric_mask"}}
 MODELS = {
     "credit_clues": ("clues", CLUES, {
         "episode": {"credit": "episode"}, "process": {"credit": "process"},
@@ -56,12 +61,9 @@ MODELS = {
         "float32": {}, "bfloat16": {"rollout": "bfloat16"}, "float8": {"rollout": "float8"},
         "float8, corrected": {"rollout": "float8", "importance_correction": 2.0}}),
     "staleness_model": ("easy", "equations", {
-        "new": {"like": "engine_model float32"}, "old": {"rollout": "old"},
-        "old, corrected": {"rollout": "old", "importance_correction": 2.0},
-        "old, sequence mask": {"rollout": "old", "importance_correction": 3.0,
-                               "importance_mode": "sequence_mask"},
-        "old, geometric mask": {"rollout": "old", "importance_correction": 1.01,
-                                "importance_mode": "geometric_mask"}}),
+        "new": {"like": "engine_model float32"},
+        **{f"age {age}{name}": {"rollout": age, **changes}
+           for age in (4, 8) for name, changes in CORRECTIONS.items()}}),
     "length_model": ("easy", "equations", {
         "grpo": {"like": "engine_model float32"}, "dr_grpo": {"loss": "dr_grpo"}}),
     "entropy_model": ("easy", "equations", {
@@ -72,6 +74,7 @@ MODELS = {
     "credit_search": ("search", "search", {
         name: {"credit": name} for name in ("episode", "process", "gigpo", "turn")}),
     "echo": ("poor", "search", ECHO), "echo_hard": ("poor_hard", "equations_hard", ECHO),
+    "echo_code": ("poor_code", "code", ECHO),
 }
 
 
@@ -153,13 +156,13 @@ def other_engine(folder, form):
     return sampled_elsewhere
 
 
-def rollout_named(name, folder):
+def rollout_by(who, folder):
     """Return the function that plays the training episodes of an arm."""
     from agent import rollout
     from bench.staleness import rollout_of
-    if name is None:
+    if who is None:
         return rollout
-    return rollout_of(AGE) if name == "old" else other_engine(folder, name)
+    return rollout_of(who) if isinstance(who, int) else other_engine(folder, who)
 
 
 # ------------------------------------------------------------------------------------------- a run
@@ -194,7 +197,7 @@ def train(args, effect, arm, seed) -> dict:
     start = base(args, base_name)
     began = time.process_time()
     folder = Path(args.out) / f"{effect}_{arm}_{seed}".replace(" ", "_")
-    grpo.rollout = rollout_named(changes.pop("rollout", None), start)
+    grpo.rollout = rollout_by(changes.pop("rollout", None), start)
     grpo.CREDITS["gigpo"] = partial(grpo.CREDITS["gigpo"], gamma=changes.pop("gamma", GAMMA))
     grpo.train(grpo.Config(**TRAINING | changes, model_path=start, env=env, seed=seed,
                            output_dir=str(folder), max_steps=args.steps, eval_tasks=0,
@@ -280,6 +283,7 @@ TABLES = {
     "credit_search": ("success", "turns", "solved"),
     "echo": ("reward", "success", "solved", "structure"),
     "echo_hard": ("reward", "success", "solved", "structure"),
+    "echo_code": ("reward", "success", "solved", "structure"),
     "truncation": ("success", "cut", "success without the limit"),
     "difficulty": ("success after", "after 70 updates", "updates", "silent"),
     "rounding": ("kept at 1e-06", "kept at 1e-05", "kept at 1e-04", "kept at 1e-03"),
@@ -302,6 +306,7 @@ PANELS = {
     "credit_search": (("success", "success"), ("turns", "turns")),
     "echo": (("reward", "reward"), ("success", "success")),
     "echo_hard": (("reward", "reward"), ("success", "success")),
+    "echo_code": (("reward", "reward"), ("success", "success")),
     "truncation": (("share of answers that are cut", "curve"),),
     "difficulty": (("mean success of all tasks", "curve"),),
     "rounding": (("share of the update that is kept", "curve", "size of a step", "RATES"),),

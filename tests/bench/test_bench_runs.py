@@ -13,6 +13,8 @@ from pathlib import Path
 import programs
 import pytest
 
+from agent import Trajectory
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 ELSEWHERE = {
@@ -237,6 +239,25 @@ def test_defaults_smollm2(tiny, results, tmp_path):
 
 
 @pytest.mark.slow
+def test_defaults_gsm8k(tiny, results, problems, tmp_path):
+    """From a start that solves nothing: its solved problems are written here. Learning stays among the short ones."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for split in ("train", "test"):
+        row = json.loads((problems / f"{split}.jsonl").read_text().splitlines()[3])
+        solved, failed = (Trajectory(token_ids=[1, 2], loss_mask=[0, 1], logprobs=[0.0, -1.0], group_id="a",
+                                     info={"task": row, "success": right}).to_json() for right in (True, False))
+        (out / f"played_{split}.jsonl").write_text(f"{json.dumps(solved)}\n{json.dumps(failed)}\n")
+    with open(problems / "train.jsonl", "a") as file:
+        file.write(json.dumps({"question": "long?", "answer": 3 * "1+1=<<1+1=2>>2 " + "#### 2"}) + "\n")
+    words = ["--only", "dr_grpo_0", "--seeds", "0", "--steps", "1", "--out", out, "--results", results]
+    _, result = start("defaults_gsm8k", *words, results=results, MODEL=str(tiny), SAMPLES=1, **{"gsm8k.DATA": problems, "SCHOOL['max_steps']": 1})
+    assert result["rows"]["dr_grpo_0"]["0"]["tokens"] > 64
+    assert len((out / "train.jsonl").read_text().splitlines()) == 24
+    assert (out / "solved_test.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.slow
 def test_learning_rates(tiny, results, tmp_path):
     start("learning_rates", "--model_path", tiny, "--rates", "1e-4", "--seeds", "0", "--steps", "1", "--out", tmp_path / "out", results=results,
           SFT_STEPS=1, SFT_SAMPLES=8, EVAL_TASKS=1)
@@ -275,7 +296,7 @@ def test_phenomena_of_the_tiny_model(results, tmp_path):
     words = ["--seeds", "0", "--steps", "2", "--school_steps", "1", "--exam_tasks", "2", "--out", tmp_path, "--results", results]
     start("phenomena", "--effects", "engine_model,staleness_model", *words, results=results)
     rows = written(results, "phenomena")["rows"]
-    assert set(rows["start_easy"]["start"]["0"]) == {"solved"} and len(rows["staleness_model"]["old, geometric mask"]["0"]["importance_left_out"]) == 2
+    assert set(rows["start_easy"]["start"]["0"]) == {"solved"} and len(rows["staleness_model"]["age 4, geometric mask"]["0"]["importance_left_out"]) == 2
     gaps = [rows["engine_model"][name]["0"]["sampler_gap"][0] for name in ("float32", "bfloat16", "float8")]
     assert gaps[0] < 1e-5 < 1e-4 < gaps[1] < gaps[2]
     start("phenomena", "--effects", "staleness_model", *words, results=results)
