@@ -26,11 +26,12 @@ from bench.pictures import COLORS, figure, save  # noqa: E402
 
 TOYS = toys.TOYS | games.GAMES
 CLUES = f"{ROOT / 'bench' / 'clues.py'}:Clues"
+EASY_CODE = f"{ROOT / 'bench' / 'easy_code.py'}:EasyCode"
 # The taught models: the environment that each was taught on, demonstrations, steps of SFT.
 BASES = {"easy": ("equations", 1400, 300), "clues": (CLUES, 400, 220),
          "hard": ("equations_hard", 1400, 300), "search": ("search", 1400, 300),
          "poor": ("search", 300, 120), "poor_hard": ("equations_hard", 300, 120),
-         "poor_code": ("code", 300, 120)}
+         "poor_code": (EASY_CODE, 300, 120)}
 NOISE, MAX_TURNS = 0.6, 6  # of the experts: the share of actions that are wrong, the most turns
 SCHOOL_BATCH, SCHOOL_RATE = 16, 3e-3
 STEPS, GAMMA = 20, 0.95
@@ -74,7 +75,7 @@ MODELS = {
     "credit_search": ("search", "search", {
         name: {"credit": name} for name in ("episode", "process", "gigpo", "turn")}),
     "echo": ("poor", "search", ECHO), "echo_hard": ("poor_hard", "equations_hard", ECHO),
-    "echo_code": ("poor_code", "code", ECHO),
+    "echo_code": ("poor_code", EASY_CODE, ECHO),
 }
 
 

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "notebook": "tests/test_tutorial.py", "staleness": "tests/bench/test_bench_learning.py", "tricks": "tests/bench/test_bench_learning.py",
     "tutorial": "tests/test_tutorial.py",
     "vs_trl": "tests/bench/test_bench_vs_trl.py"}
-LIBRARIES = {"blocks", "budget", "clues", "completions", "games", "gpu_norms", "learning", "pictures", "toys"}
+LIBRARIES = {"blocks", "budget", "clues", "completions", "easy_code", "games", "gpu_norms", "learning", "pictures", "toys"}
 SHORT = "--tasks_per_step 2 --group_size 2 --eval_tasks 2 --max_samples 8 --max_new_tokens 8 --max_turns 2".split()
 
 
