@@ -64,7 +64,7 @@ MODELS = {
     "staleness_model": ("easy", "equations", {
         "new": {"like": "engine_model float32"},
         **{f"age {age}{name}": {"rollout": age, **changes}
-           for age in (4, 8) for name, changes in CORRECTIONS.items()}}),
+           for age in (2, 4, 8) for name, changes in CORRECTIONS.items()}}),
     "length_model": ("easy", "equations", {
         "grpo": {"like": "engine_model float32"}, "dr_grpo": {"loss": "dr_grpo"}}),
     "entropy_model": ("easy", "equations", {
