@@ -259,7 +259,7 @@ LOSSES = {
     "cispo": (cispo, token_mean),  # arXiv 2506.13585 eq. 4
     "gspo": (sequence_clipped, sequence_mean),  # arXiv 2507.18071 eq. 5
 }
-# Each paper's clip range and scale, by --loss and --credit. Not set: GRPO's KL (--kl_coef 0.04
+# Each paper's clip range and scale, by --credit and --loss. Not set: GRPO's KL (--kl_coef 0.04
 # --kl_estimator k3), DAPO's dynamic sampling (--success_rate_lb 0.01 --success_rate_ub 0.99).
 # The clip range of gspo is so narrow that 16-bit rounding leaves it: correct it.
 PAPER_SETTINGS = {
@@ -311,7 +311,7 @@ class Config(ModelFlags, LayerFlags, RolloutFlags, TrainingFlags, RunFlags):
 
 def settle(config):
     """Return the config with what the loss, the model and the environment decide filled in."""
-    papers = [PAPER_SETTINGS.get(name, {}) for name in (config.loss, config.credit)]
+    papers = [PAPER_SETTINGS.get(name, {}) for name in (config.credit, config.loss)]
     tiny = TINY if is_tiny(config.model_path) else {}
     # The first table that has a field wins, and what the user said wins over all.
     config = fill(config, *papers, tiny, envs.recommended(config.env))

@@ -170,13 +170,16 @@ def without_faults(trajectories: list) -> list:
 
 
 def shift_and_scale(trajectories: list, config):
-    """Set reward = (reward - bias) x scaling, for training and its logs. Turns share the bias.
+    """Set reward = (reward - bias) x scaling, for training and its logs.
 
+    The last turn gets the bias, as if the end had paid it: every return-to-go is lower by as much.
     The "reward" of a tool's message stays what the environment paid for that call.
     """
     bias, scaling = config.reward_bias, config.reward_scaling
     for t in trajectories:
-        t.rewards = [(reward - bias / len(t.rewards)) * scaling for reward in t.rewards]
+        if t.rewards:
+            t.rewards[-1] -= bias
+        t.rewards = [reward * scaling for reward in t.rewards]
         t.reward = (t.reward - bias) * scaling
 
 

@@ -272,7 +272,7 @@ def test_reward_bias_and_scale_reach_turns_and_episodes_alike(place, tmp_path):
     model, tokenizer = load_model(str(place / "base"))
     by_turn, whole = (rw.settle(config(place, "", weight_per=per, **options)) for per in ("turn", "episode"))
     shares, metrics = rw.weigh(rw.recorded(by_turn, model, tokenizer), by_turn)
-    assert metrics["weight_max"] == 6 and shares == [[1.0, 1.0]] * 2  # to go: (4 - 2) x 3, (3 - 1) x 3
+    assert metrics["weight_max"] == 6 and shares == [[1.0, 0.5]] * 2  # to go: (4 - 2) x 3, (3 - 2) x 3
     shares, metrics = rw.weigh(rw.recorded(whole, model, tokenizer), whole)
     assert metrics["weight_max"] == 6 and shares == [[1.0], [0.5]]
 

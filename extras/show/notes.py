@@ -187,10 +187,9 @@ def credit_note(config, episodes):
         return None
     pays, early = False, []
     for t in episodes:
-        # What `shift_and_scale` makes of a turn that is not paid.
-        nothing = (0.0 - config.reward_bias / len(t.rewards)) * config.reward_scaling
-        early += [reward != nothing for reward in t.rewards[:-1]]
-        pays = pays or t.rewards[-1] != nothing
+        early += [reward != 0.0 for reward in t.rewards[:-1]]
+        # `shift_and_scale` takes the bias from the last turn.
+        pays = pays or t.rewards[-1] != (0.0 - config.reward_bias) * config.reward_scaling
     if not pays or not early or any(early):
         return None
     return ("note: --credit process, and the reward comes at the end alone: each further turn then "

@@ -37,11 +37,13 @@ def states_of(episode) -> list:
     """Return what each turn of an episode was decided by: a state, or the last observation.
 
     The state is what `_state()` of the environment returned before the turn. Without that method it
-    is the text that the turn answers: the tools' results, a reply, or at first the prompt.
+    is the text that the turn answers: the tools' results, a reply, or at first the prompt. Where a
+    tool is out of time nobody is asked: such turns are alone in their states.
     """
     turns = len(episode.rewards)
     if "states" in episode.info:
-        return episode.info["states"][:turns]
+        states = episode.info["states"][:turns]
+        return states + [object() for _ in range(turns - len(states))]
     observations, seen = [], []
     for message in episode.messages:
         if message["role"] == "assistant":

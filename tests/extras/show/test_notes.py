@@ -340,6 +340,7 @@ def test_advice_names_flags_that_the_program_has_and_experts_that_exist(module):
 
 @pytest.mark.parametrize("config, words", [
     (grpo.Config(), ""), (dpo.Config(), ""), (sft.Config(), ""), (reward_weighted.Config(), ""), (grpo.Config(dataset="t.jsonl", group_size=4), ""),
+    (grpo.Config(kl_estimator="k3"), ""), (grpo.Config(kl_estimator="k3", kl_coef=0.0), "--kl_coef 0.0 no update depends on --kl_estimator"),
     (sft.Config(lora_dropout=0.1, lora_alpha=8.0), "--lora_r 0 no update depends on --lora_alpha, --lora_dropout"), (sft.Config(lora_dropout=0.1, lora_r=8), ""),
     (reward_weighted.Config(weighting="linear", beta=0.3), "--weighting linear no update depends on --beta"), (reward_weighted.Config(beta=0.3), ""),
     (reward_weighted.Config(trajectories="t.jsonl", env="equations", rewards="length"), "--trajectories t.jsonl no update depends on --rewards"),
@@ -352,7 +353,7 @@ def test_a_flag_without_effect_beside_the_others_is_said_to_be_one(config, words
 
 
 @pytest.mark.parametrize("turns, is_said, options", [
-    ([[0.0, 0.0, 1.0], [0.0]], True, {}), ([[-0.5, 0.5], [-1.0]], True, {"reward_bias": 1.0}), ([[0.0, -1.0]], True, {"reward_scaling": -1.0}),
+    ([[0.0, 0.0, 1.0], [0.0]], True, {}), ([[0.0, 0.0], [-1.0]], True, {"reward_bias": 1.0}), ([[0.0, -1.0], [-1.0]], False, {"reward_bias": 1.0}), ([[0.0, -1.0]], True, {"reward_scaling": -1.0}),
     ([[0.5, 0.0, 1.0], [0.0]], False, {}), ([[1.0], [0.0]], False, {}), ([[0.0, 0.0], [0.0, 0.0]], False, {}),
     ([[0.0, 0.0, 1.0], [0.0]], False, {"credit": "return"}), ([[0.0, 0.0, 1.0], [0.0]], False, {"credit": "episode"})])
 def test_credit_by_process_where_the_reward_comes_at_the_end_alone_is_noted(turns, is_said, options):

@@ -36,6 +36,13 @@ def test_gigpo_by_hand():
     assert half.tolist() == pytest.approx([1 / 3 + 1 / 8, 1 / 3, -2 / 3 - 1 / 8, -2 / 3 - 1 / 8, 1 / 3 + 1 / 8, 1 / 3])
 
 
+def test_gigpo_where_a_late_tool_left_turns_without_a_state():
+    """Those are alone: they get the episode's advantage, 1/2 and -1/2. The s of both has returns to go 0.9025 and 0."""
+    late, in_time = episode([0.0, 0.0, 1.0], ["s"]), episode([0.0, 0.0], ["s", "q"])
+    a = grpo.CREDITS["gigpo"]([late, in_time], scale="none")
+    assert a.tolist() == pytest.approx([1 / 2 + 0.9025 / 2, 1 / 2, 1 / 2, -1 / 2 - 0.9025 / 2, -1 / 2])
+
+
 def slow_gigpo(episodes, omega, gamma, scale):
     """From the paper, on plain floats."""
     def normalized(value, peers):
