@@ -31,7 +31,7 @@ EASY_CODE = f"{ROOT / 'bench' / 'easy_code.py'}:EasyCode"
 BASES = {"easy": ("equations", 1400, 300), "clues": (CLUES, 400, 220),
          "hard": ("equations_hard", 1400, 300), "search": ("search", 1400, 300),
          "poor": ("search", 300, 120), "poor_hard": ("equations_hard", 300, 120),
-         "poor_code": (EASY_CODE, 300, 120)}
+         "poor_code": (EASY_CODE, 300, 250)}
 NOISE, MAX_TURNS = 0.6, 6  # of the experts: the share of actions that are wrong, the most turns
 SCHOOL_BATCH, SCHOOL_RATE = 16, 3e-3
 STEPS, GAMMA = 20, 0.95
@@ -270,10 +270,10 @@ def rounded(row) -> dict:
 # arm, seed by seed.
 TABLES = {
     "length": ("wrong answers", "right answers"),
-    "length_model": ("wrong answers", "right answers", "solved"),
+    "length_model": ("solved", "wrong answers", "right answers"),
     "std": ("hard", "middle", "easy", "style"),
     "entropy": ("best action", "entropy", "clipped above"),
-    "entropy_model": ("entropy", "clip_high", "solved"),
+    "entropy_model": ("solved", "entropy", "clip_high"),
     "staleness": ("at age 8", "at age 4", "at age 2", "at the end, age 8", "left out, age 8"),
     "staleness_model": ("solved", "approx_kl", "importance_left_out"),
     "engine": ("reward", "gap", "outside gspo"),
