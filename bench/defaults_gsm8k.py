@@ -27,8 +27,8 @@ from bench.learning_rates import short_template  # noqa: E402
 CALCULATIONS = 2  # of an easy problem, at most
 SCHOOL = {"max_steps": 110, "lora_r": 32, "learning_rate": 1e-3, "batch_size": 16,
           "gradient_accumulation_steps": 1}
-SCAN = {"train": 800, "test": 500}  # easy problems that the start tries, at most
-STEPS, SAMPLES = 10, 8
+SCAN = {"train": 600, "test": 500}  # easy problems that the start tries, at most
+STEPS, SAMPLES = 10, 4
 LIMITS = {"max_new_tokens": 160, "max_tokens": 768}
 EACH = EACH | LIMITS | {"tasks_per_step": 8, "group_size": 8, "learning_rate": 3e-4}
 CHOICES = {"grpo": EACH | {"loss": "grpo", "scale_rewards": "group"},
