@@ -514,5 +514,5 @@ def phenomenon(effect, data):
 
 for name in ("length std entropy staleness engine credit credit_clues credit_hard "
              "credit_search echo echo_hard truncation difficulty rounding forgetting "
-             "engine_model staleness_model").split():
+             "engine_model staleness_model length_model entropy_model echo_code").split():
     BLOCKS[f"phenomenon_{name}"] = partial(phenomenon, name), ("phenomena.json",)

@@ -10,7 +10,7 @@ import torch
 
 # The discount of GiGPO in ROLL and in scripts made from its code, verl-agent. Of two ways to the
 # same reward the shorter one is then better. A std of the returns of a state would make that price
-# large (docs/phenomena_of_models.md), so that by default nothing divides them: the paper has both.
+# large (docs/phenomena_of_credit.md), so that by default nothing divides them: the paper has both.
 GAMMA = 0.95
 
 
