@@ -9,7 +9,7 @@ class EasyCode(Code):
     """Write `sum_above`, whose constant the task names."""
 
     max_turns = 6
-    limits = Code.limits | {"max_new_tokens": 128, "max_tokens": 1024}
+    limits = Code.limits | {"max_new_tokens": 192, "max_tokens": 1024}
 
     @classmethod
     def _tasks(cls, split, n, seed):
