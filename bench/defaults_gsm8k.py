@@ -28,9 +28,9 @@ CALCULATIONS = 2  # of an easy problem, at most
 SCHOOL = {"max_steps": 110, "lora_r": 32, "learning_rate": 1e-3, "batch_size": 16,
           "gradient_accumulation_steps": 1}
 SCAN = {"train": 600, "test": 500}  # easy problems that the start tries, at most
-STEPS, SAMPLES = 10, 4
+STEPS, SAMPLES = 10, 12
 LIMITS = {"max_new_tokens": 160, "max_tokens": 768}
-EACH = EACH | LIMITS | {"tasks_per_step": 8, "group_size": 8, "learning_rate": 3e-4}
+EACH = EACH | LIMITS | {"tasks_per_step": 6, "group_size": 8, "learning_rate": 3e-4}
 CHOICES = {"grpo": EACH | {"loss": "grpo", "scale_rewards": "group"},
            "dr_grpo": EACH | {"loss": "dr_grpo", "scale_rewards": "none"}}
 RUNS = {f"{name}_0": name for name in CHOICES}  # 0: there is one start
@@ -39,7 +39,8 @@ RUNS = {f"{name}_0": name for name in CHOICES}  # 0: there is one start
 def settings(steps=STEPS) -> dict:
     """Return what the figures depend on."""
     return {"school": SCHOOL, "scan": SCAN,
-            **{name: flags("grpo", max_steps=steps, **changes) for name, changes in CHOICES.items()}}
+            "runs": {name: flags("grpo", max_steps=steps, **changes)
+                     for name, changes in CHOICES.items()}}
 
 
 def few_calculations(split, path):
@@ -102,9 +103,10 @@ def play(args, run, seed):
         model_path=base, env="gsm8k", dataset=str(trained_on), eval_dataset=str(held_out),
         output_dir=str(folder), seed=seed, max_steps=args.steps, eval_tasks=0, resume=True,
         save_every=5, **CHOICES[RUNS[run]]))
-    times = clock.read()
+    times, episodes = clock.read(), EACH["tasks_per_step"] * EACH["group_size"]
     write_row(args, run, seed, {
-        **exam(folder, held_out), **times, "tokens": round(64 * sum(series(folder, "tokens"))),
+        **exam(folder, held_out), **times,
+        "tokens": round(episodes * sum(series(folder, "tokens"))),
         "training": series(folder, "success"), "readable": series(folder, "structure")})
 
 
