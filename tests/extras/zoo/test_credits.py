@@ -156,3 +156,10 @@ def test_rewards_note_their_weights_for_gdpo_alone():
                        info={"success": True, "tool_calls": 1, "unreadable_calls": 0, "tool_errors": 0, "task": {}})
         pay([SimpleNamespace(trajectory=t, session=SimpleNamespace(pays=True))])
         assert t.info.get("reward_weights") == noted and t.rewards == [1.5] and t.reward_parts == {"environment": 1.0, "tool_used": 1.0}
+
+
+@pytest.mark.parametrize("loss, credit, scale", [("dr_grpo", "gdpo", "batch"), ("deepseek", "gdpo", "batch"), ("grpo", "gigpo", "none"), ("dr_grpo", "episode", "none")])
+def test_the_scale_is_the_credits_before_the_losss(loss, credit, scale):
+    """GDPO divides by the std of the batch, whatever the loss's paper does with other credits."""
+    rewards = "format=1,length=0.5" if credit == "gdpo" else None
+    assert grpo.settle(grpo.Config(loss=loss, credit=credit, rewards=rewards)).scale_rewards == scale
