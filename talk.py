@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 # Imported before torch: it sets how torch's threads wait.
-from core.config import DEVICES, UserError, auto, flag
+from core.config import DEVICES, RunFlags, UserError, auto, flag
 
 import agent
 import envs
@@ -40,6 +40,7 @@ class Config(PlayFlags):
     dtype: str = flag("auto", "of the weights; auto: the run's, or as stored", choices=DTYPES)
     device: str | None = flag(None, "default: cuda, else mps (a Mac's), else cpu", choices=DEVICES)
     seed: int = flag(0, "of tasks and sampling", low=0)
+    __post_init__ = RunFlags.__post_init__  # ~ in paths
 
 
 def command(config: Config):

@@ -63,6 +63,8 @@ def read_corpus(path: str) -> Corpus:
     """Return the documents of a folder of .txt and .md files, or of a .jsonl file."""
     if not path:
         raise UserError("questions need documents: give --env_options corpus=PATH")
+    if not Path(path).exists():
+        raise UserError(f"corpus={path}: no such file or folder")
     if Path(path).is_dir():
         # A Mac stores the ü of a name as u and ¨.
         texts = {normalize("NFC", str(file.relative_to(path))): read_text(file)

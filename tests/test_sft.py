@@ -144,6 +144,20 @@ def test_the_schooling_has_the_flags_of_its_run_and_only_tasks_that_are_played(t
     assert limits == envs.Limits(**envs.recommended("gsm8k") | {"max_turns": 6})  # those of the environment, whatever the run's are
 
 
+def test_without_a_demonstration_the_schooling_says_why(tmp_path):
+    (tmp_path / "long.py").write_text("""
+class Long:
+    def reset(self, question, **_): return "word " * 3000
+    def get_reward(self): return 0.0
+    def _expert(self): return "yes"
+    @staticmethod
+    def _tasks(split, n, seed): return [{"question": str(i)} for i in range(5)]
+""")
+    config = grpo.Config(output_dir=str(tmp_path / "run"), env=f"{tmp_path}/long.py:Long", eval_tasks=0)
+    with pytest.raises(UserError, match="no demonstration can teach the tiny model: each is longer than the 2048 tokens"):
+        schooling.teach_tiny(config, Run(config, "grpo"))
+
+
 def test_the_tiny_model_is_taught_what_sft_teaches(tmp_path, monkeypatch):
     """In a loop of its own, and to the same weights, bit for bit."""
     short = dict(max_samples=40, max_steps=4, batch_size=16)

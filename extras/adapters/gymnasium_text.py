@@ -12,8 +12,9 @@ from functools import cache
 
 import gymnasium
 
-from extras.adapters.numbered import Numbered
 from core.config import reading
+from envs.calls import STARRED
+from extras.adapters.numbered import Numbered
 
 # A character that a terminal would show in colour, or in two, is written in brackets.
 COLOURED = re.compile(r"(?:\x1b\[[\d;]+m)+(.*?)(?:\x1b\[0m)+")
@@ -63,11 +64,15 @@ def make(name: str) -> type:
             raise ValueError(f"its actions are {game.action_space}, not numbered")
     parameters = inspect.signature(type(game.unwrapped)).parameters.values()
     # FrozenLake8x8-v1 is FrozenLake with another map.
-    options = {p.name: game.spec.kwargs.get(p.name, p.default) for p in parameters}
+    options = {p.name: game.spec.kwargs.get(p.name, p.default) for p in parameters
+               if p.kind not in STARRED}
     options["render_mode"] = "ansi" if "ansi" in game.metadata["render_modes"] else None
     steps = game.spec.max_episode_steps or 100
     return type(name, (Game,), {
-        "options": {name: value for name, value in options.items() if value is not None},
-        "system_prompt": inspect.getdoc(type(game.unwrapped)).partition("## Starting State")[0],
+        "options": {name: value for name, value in options.items()
+                    if value is not None and value is not inspect.Parameter.empty},
+        # A class without a text would inherit that of gymnasium.Env.
+        "system_prompt": inspect.cleandoc(vars(type(game.unwrapped))["__doc__"] or "").partition(
+            "## Starting State")[0],
         "max_turns": steps,
         "limits": {"max_tokens": 4096, "max_tool_calls": steps, "max_tool_tokens": 4096}})

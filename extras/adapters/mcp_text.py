@@ -27,7 +27,7 @@ from typing import Any
 
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
-from mcp_types import CONNECTION_CLOSED
+from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
 
 from core.config import EnvironmentFault, UserError, first_line
 from envs.loop import run
@@ -88,9 +88,11 @@ class Session:
         try:
             result = await self.ready.result().call_tool(name, arguments)
         except Exception as error:
-            if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
-                raise ValueError(str(error)) from None
-            raise self.fault(error) from error
+            if not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED:
+                raise self.fault(error) from error
+            # The model reads both. That a server has no such session or is busy is no fault of it.
+            kind = ValueError if error.code == INVALID_PARAMS else RuntimeError
+            raise kind(str(error)) from None
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise ValueError(text)

@@ -151,7 +151,7 @@ def _check_file(env):
     if not (path.endswith(".py") and os.path.isfile(path)):
         return
     with reading(path):
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8-sig")
         classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     if wanted and re.search(rf"\b{re.escape(wanted)}\b", text):
         return

@@ -152,10 +152,13 @@ class Server:
         return self.folder / (f"judge-{rank}.jsonl" if rank else "judge.jsonl")
 
     def read(self):
-        """Read the verdicts that are on disk, the first time, and count what they have cost."""
+        """Read the verdicts that are on disk, once in a run, and count what they have cost."""
         if self.known is not None:
             return
-        self.known = {}
+        kept, name = self.run.kept if self.run else {}, f"verdicts of {self.name}"
+        was_read, self.known = name in kept, kept.setdefault(name, {})
+        if was_read:  # by this judge of an earlier step
+            return
         for path in sorted(self.folder.glob("judge*.jsonl")) if self.folder else ():
             for text in path.read_text("utf-8").splitlines():
                 # A run that was killed may have left half a line.

@@ -194,7 +194,7 @@ class Rewards:
                 values = list(values)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(f"--rewards {name} raised {message_of(error)} "
                             f"({frame.filename}:{frame.lineno})") from error

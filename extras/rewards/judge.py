@@ -186,7 +186,7 @@ def judge_of(target: str, config, run=None) -> Judge:
     if not path:
         return Judge("judge", config.seed, run=run)
     with reading(f"--rewards {target}"):
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8-sig")
         given = {}
         if match := re.match(r"---\n(.*?)^---\n", text, re.S | re.M):
             given = yaml.safe_load(match[1]) or {}

@@ -26,7 +26,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from core.chat import Chat
 from core.model import newest
-from core.config import UserError, mix
+from core.config import EnvironmentFault, UserError, mix
 from core.tool_calls import parse_tool_calls
 from envs.answers import answer_of
 from extras.background import promised
@@ -154,7 +154,7 @@ class Server:
         router.post("/solve")(self.solve)
         router.get("/v1/models")(self.models)
         app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(
-            [HTTPException, RequestValidationError, ValueError], refuse))
+            [HTTPException, RequestValidationError, ValueError, EnvironmentFault], refuse))
         app.include_router(router)
         # Anybody may ask these. The second is vLLM's name for it.
         app.get("/healthz")(lambda: {})
@@ -167,7 +167,9 @@ class Server:
 
     def guard(self, key=Depends(HTTPBearer())):
         """Refuse a client without the token."""
-        if not secrets.compare_digest(key.credentials, self.config.token):
+        # A header holds bytes, which are read as latin-1.
+        given = key.credentials.encode("latin-1")
+        if not secrets.compare_digest(given, self.config.token.encode()):
             raise HTTPException(401, "wrong token")
 
     def choice(self, body, prompt, chat, default, forced=()):
@@ -213,6 +215,8 @@ class Server:
         try:
             while not reason:
                 await sleep(PAUSE)
+                if choice.done.done():
+                    choice.done.result()  # raises what ended the turn
                 delta, reason = message_of(choice)
                 new = delta["content"][sent:]
                 if new or reason:
@@ -243,6 +247,9 @@ class Server:
         fault = t.info.get("error") or t.info.get("not_finite")
         if fault:
             raise HTTPException(500, fault)
+        if not t.stop_reason:
+            raise HTTPException(400, f"the prompt has {len(t.token_ids)} tokens, max_tokens is "
+                                     f"{self.config.max_tokens}")
         success = t.info["success"]
         if None in t.info["task"].values():
             # A question whose right answer nobody gave is neither solved nor failed.
@@ -385,7 +392,8 @@ async def refuse(request, error):
     if isinstance(error, RequestValidationError):
         says, name = fault_of(error)
     body = {"message": says, "type": "invalid_request_error", "param": name, "code": None}
-    return JSONResponse({"error": body}, getattr(error, "status_code", 400))
+    status = 500 if isinstance(error, EnvironmentFault) else getattr(error, "status_code", 400)
+    return JSONResponse({"error": body}, status)
 
 
 def fault_of(error):

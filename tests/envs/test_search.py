@@ -117,6 +117,8 @@ def test_documents_without_a_title_are_documents_of_their_own(tmp_path):
     assert read_corpus(str(tmp_path / "c.jsonl")).documents == {"d7": "one", "2": "two", "T": "three", "4": "four"}
     (tmp_path / "A.TXT").write_text("five")
     assert read_corpus(str(tmp_path)).documents == {"A.TXT": "five"}
+    with pytest.raises(UserError, match=f"corpus={tmp_path}/none: no such file or folder"):
+        read_corpus(f"{tmp_path}/none")
 
 
 def test_a_folder_that_a_mac_has_written(tmp_path):

@@ -265,6 +265,26 @@ def test_what_gymnasium_cannot_play_in_text_is_told(name, says, games):
         envs.load(f"gymnasium:{name}")
 
 
+def test_a_game_of_your_own_without_a_text_and_with_any_options(games, monkeypatch):
+    class Bare(games.Env):
+        action_space, observation_space, metadata = games.spaces.Discrete(2), games.spaces.Discrete(2), {"render_modes": []}
+
+        def __init__(self, size=3, **options):
+            self.options = options
+
+        def reset(self, seed=None, options=None):
+            return 0, {}
+
+        def step(self, action):
+            return 0, float(action), True, False, {}
+    games.register("Bare-v0", entry_point=lambda **options: Bare(**options))
+    try:
+        cls = envs.load("gymnasium:Bare-v0")
+        assert cls.options == {"size": 3} and cls.system_prompt == "" and isinstance(cls().reset(number=0), str)
+    finally:
+        del games.registry["Bare-v0"]
+
+
 # -------------------------------------------------------------------------------------------------------------- verifiers
 TASKSET = '''
 import verifiers.v1 as vf

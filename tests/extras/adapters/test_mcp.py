@@ -214,6 +214,17 @@ def test_a_server_that_dies_ends_the_run_without_isolate_too(place):
         session.results()
 
 
+@pytest.mark.parametrize("code, kind", [(-32602, ValueError), (-32600, RuntimeError), (-32603, RuntimeError)], ids=["arguments", "no such session", "502"])
+def test_what_no_argument_can_help_is_counted_as_a_fault(code, kind):
+    """isolate ends a run after ten in a row; wrong arguments are the model's affair."""
+    async def call_tool(name, arguments):
+        raise mcp_text.MCPError(code, "no")
+    session = SimpleNamespace(ready=SimpleNamespace(result=lambda: SimpleNamespace(call_tool=call_tool)))
+    with pytest.raises(kind, match="no") as error:
+        mcp_text.run(mcp_text.Session.call(session, "look_up", {}))
+    assert type(error.value) is kind
+
+
 def test_a_call_that_takes_too_long_is_answered_by_isolate(monkeypatch, place):
     limits = Limits(max_new_tokens=400, max_tokens=4000, tool_timeout=2.0)
     [t] = played(monkeypatch, f"mcp:{place}", [call("look_up", at="eternity"), "7"], limits=limits)

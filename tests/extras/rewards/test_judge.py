@@ -116,7 +116,7 @@ def folder_run(path):
     """What a judge needs of a Run: a folder to keep verdicts in."""
     path.mkdir(exist_ok=True)
     from collections import Counter
-    return SimpleNamespace(folder=path, ranks=OneProcess(), check=lambda: None, writes=True, costs=Counter())
+    return SimpleNamespace(folder=path, ranks=OneProcess(), check=lambda: None, writes=True, costs=Counter(), kept={})
 
 
 GROUP = ["good good good", "bad", "good", "good good good"]
@@ -271,7 +271,10 @@ def test_nothing_is_asked_twice(stub, tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"helpful: 1 verdicts, 0 of them known; 2 requests, 100 tokens in, 7 out, \d+\.\d s", out[0]) and "1 verdicts, 1 of them known; 1 requests, 0 tokens in" in out[1]
     assert (line["judge"], line["requests"]) == ("helpful", 1) and line["seconds"] > 0
-    assert run.costs["judge/verdicts"] == 3 and run.costs["judge/cached"] == 1 and run.costs["judge/tokens_in"] == 200  # here one run stands for two, and counts its first verdict again when it reads it
+    assert run.costs["judge/verdicts"] == 2 and run.costs["judge/cached"] == 1 and run.costs["judge/tokens_in"] == 100
+    resumed = folder_run(tmp_path / "run")  # a process of its own, which knows the verdict and what it has cost
+    judge(tmp_path, run=resumed)(episodes)
+    assert resumed.costs["judge/verdicts"] == 2 and resumed.costs["judge/tokens_in"] == 100 and len(server.bodies) == 1
     # Another rubric, model or temperature is another question.
     for front, rubric in (("", "Be bad."), ("temperature: 0", "Be good."), ("model: other", "Be good.")):
         judge(tmp_path, front, rubric, run=run)(episodes)
@@ -315,10 +318,10 @@ def test_names_and_files(tmp_path, monkeypatch):
         loaded("judge")  # before anything is played
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     rubric = tmp_path / "brief.md"
-    rubric.write_text("Be brief.")
+    rubric.write_text("---\ntries: 9\n---\nBe brief.", encoding="utf-8-sig")  # as some editors of Windows do
     found = loaded(f"judge:{rubric}=0.5,judge=2,environment=0")
     assert found.weights == {"brief": 0.5, "judge": 2.0, "environment": 0.0} and [judge.path for judge in found.judges] == [str(rubric), None]
-    assert found.functions["judge"].rubric == judging.RUBRIC and found.functions["brief"].rubric == "Be brief."
+    assert found.functions["judge"].rubric == judging.RUBRIC and found.functions["brief"].rubric == "Be brief." and found.functions["brief"].settings.tries == 9
     assert str(rubric) in sources(SimpleNamespace(rewards=f"judge:{rubric}", env="equations", seed=0))  # another rubric is another run
     for text, says in ((f"judge:{tmp_path}/none.md", "cannot be read"), (f"judge:{rubric},judge:{rubric}=2", "another function has this name"), ("juge", "did you mean judge")):
         with pytest.raises(UserError, match=says):

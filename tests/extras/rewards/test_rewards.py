@@ -325,6 +325,12 @@ def test_a_broken_function_stops_the_run_in_a_line(functions, name, told):
         loaded(f"{functions}:{name}")(episodes)
 
 
+def test_a_function_that_exits_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text("def leave(episode):\n    exit()\n")
+    with pytest.raises(UserError, match=r"--rewards leave raised SystemExit"):
+        loaded(f"{tmp_path}/mine.py:leave")([agent_episode(said("a"), SimpleNamespace(pays=True, env=None))])
+
+
 def test_a_reward_that_is_not_finite_skips_the_step_and_is_told(functions):
     t = paid(f"{functions}:nan", said("a", task={"n": 3}))
     assert math.isnan(t.reward) and "--rewards nan is nan on task {'n': 3}" in t.info["not_finite"]

@@ -649,6 +649,9 @@ def test_while_a_long_text_is_read_others_are_answered(served, client):
 def test_a_token_is_asked_of_everybody_but_health(tiny_model):
     served = Served(*tiny_model, token="secret")
     assert served.client.models.list().data
+    request = urllib.request.Request(f"{served.url}/v1/models", headers={"Authorization": "Bearer geh\u00e9im"})
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request)
     for key in ("secre", "secret2", "geheim"):
         stranger = openai.OpenAI(base_url=served.url, api_key=key, max_retries=0)
         with pytest.raises(openai.AuthenticationError):
@@ -822,6 +825,8 @@ def test_an_adapter_that_is_not_finite_harms_its_own_rows_only(tmp_path):
     served.post("/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "bad")})
     with pytest.raises(openai.BadRequestError, match="not finite"):
         served.client.completions.create(model="bad", prompt=[5, 6, 7], max_tokens=8)
+    with pytest.raises(openai.APIConnectionError):  # half an answer ends, too
+        list(served.client.chat.completions.create(**{**CHAT, "model": "bad", "stream": True}, timeout=20))
     assert served.client.completions.create(model="base", prompt=[5, 6, 7], max_tokens=8).choices[0].text
     served.http.should_exit = True
 
@@ -901,6 +906,12 @@ def test_solve_says_what_is_wrong_with_a_reward(served, monkeypatch, reward, say
     served.script[:] = [served.visit.chat.turn("3", [])]
     with pytest.raises(openai.InternalServerError, match=says):
         solve(served, monkeypatch, type("Broken", (served.visit.cls,), {"get_reward": lambda self: reward}))
+
+
+def test_solve_refuses_a_problem_that_fills_the_context(served, monkeypatch):
+    with pytest.raises(openai.BadRequestError, match=r"the prompt has \d+ tokens, max_tokens is 1024"):
+        cls = served.visit.cls
+        solve(served, monkeypatch, type("Long", (cls,), {"reset": lambda self, **task: cls.reset(self, **task) + 3000 * " word"}))
 
 
 def test_solve_says_neither_success_nor_failure_where_nothing_was_judged(served, monkeypatch):
