@@ -155,10 +155,12 @@ class Server:
         """Read the verdicts that are on disk, once in a run, and count what they have cost."""
         if self.known is not None:
             return
-        kept, name = self.run.kept if self.run else {}, f"verdicts of {self.name}"
-        was_read, self.known = name in kept, kept.setdefault(name, {})
-        if was_read:  # by this judge of an earlier step
+        kept = self.run.kept if self.run else {}
+        name = f"verdicts of {self.name}"
+        if name in kept:  # an earlier one of this run has read them
+            self.known = kept[name]
             return
+        self.known = kept[name] = {}
         for path in sorted(self.folder.glob("judge*.jsonl")) if self.folder else ():
             for text in path.read_text("utf-8").splitlines():
                 # A run that was killed may have left half a line.
