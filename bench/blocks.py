@@ -83,7 +83,8 @@ def results(first, *others):
             "the same on a CPU that is slow in bfloat16",
             "the same on an H100, at Qwen2.5-0.5B's shape",
             "equations solved by SmolLM2-135M, of 100 held out: 40 steps on an H200, three seeds",
-            "GSM8K solved by SmolLM2-135M, of 400 held out: 40 steps after SFT, two seeds (greedily)",
+            "GSM8K solved by SmolLM2-135M, of 400 held out: 40 steps after SFT, two seeds "
+            "(greedily)",
             "losses and gradients equal TRL's, in float64, to a relative"]
     return table(["what", "figure", "command", "more"],
                  *([words, *row] for words, row in zip(rows, front_page(first, *others))))

@@ -177,9 +177,9 @@ def shift_and_scale(trajectories: list, config):
     """
     bias, scaling = config.reward_bias, config.reward_scaling
     for t in trajectories:
-        if t.rewards:
-            t.rewards[-1] -= bias
-        t.rewards = [reward * scaling for reward in t.rewards]
+        last = len(t.rewards) - 1
+        t.rewards = [(reward - bias * (turn == last)) * scaling
+                     for turn, reward in enumerate(t.rewards)]
         t.reward = (t.reward - bias) * scaling
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
-from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
+from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST
 
 from core.config import EnvironmentFault, UserError, first_line
 from envs.loop import run
@@ -90,8 +90,8 @@ class Session:
         except Exception as error:
             if not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED:
                 raise self.fault(error) from error
-            # The model reads both. That a server has no such session or is busy is no fault of it.
-            kind = ValueError if error.code == INVALID_PARAMS else RuntimeError
+            # The model reads both. A session that is over, or a server that fails, it cannot help.
+            kind = RuntimeError if error.code in (INVALID_REQUEST, INTERNAL_ERROR) else ValueError
             raise kind(str(error)) from None
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:

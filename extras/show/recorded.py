@@ -163,11 +163,14 @@ def calls_of(row, turns):
 def states_of(row, turns):
     """Return as text what each sampled turn was decided by, for --credit gigpo.
 
-    It is what the environment's `_state()` returned, or else the tokens before the turn.
+    It is what the environment's `_state()` returned, or else the tokens before the turn. Turns that
+    had none, after a late tool, are alone in their states.
     """
     before = [row["token_ids"][context["start"]:context["end"]]
               for context, turn in pairwise(turns) if turn["trained"]]
-    return list(map(str, row["info"].get("states", before)))
+    states = row["info"].get("states", before)
+    alone = [(row["group_id"], id(row), turn) for turn in range(len(states), len(before))]
+    return list(map(str, [*states, *alone]))
 
 
 def load_tokenizer(folder):

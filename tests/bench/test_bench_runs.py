@@ -294,13 +294,26 @@ def test_phenomena_of_policies_of_a_few_numbers(results):
 def test_phenomena_of_the_tiny_model(results, tmp_path):
     """Two steps from a start that knows nothing, by an old sampler and by other engines."""
     words = ["--seeds", "0", "--steps", "2", "--school_steps", "1", "--exam_tasks", "2", "--out", tmp_path, "--results", results]
-    start("phenomena", "--effects", "engine_model,staleness_model", *words, results=results)
+    old = {"age 4, geometric mask": {"rollout": 4, "importance_correction": 1.01, "importance_mode": "geometric_mask"}}
+    arms = {"MODELS['staleness_model']": ("easy", "equations", {"new": {"like": "engine_model float32"}} | old)}
+    start("phenomena", "--effects", "engine_model,staleness_model", *words, results=results, **arms)
     rows = written(results, "phenomena")["rows"]
     assert set(rows["start_easy"]["start"]["0"]) == {"solved"} and len(rows["staleness_model"]["age 4, geometric mask"]["0"]["importance_left_out"]) == 2
     gaps = [rows["engine_model"][name]["0"]["sampler_gap"][0] for name in ("float32", "bfloat16", "float8")]
     assert gaps[0] < 1e-5 < 1e-4 < gaps[1] < gaps[2]
-    start("phenomena", "--effects", "staleness_model", *words, results=results)
+    start("phenomena", "--effects", "staleness_model", *words, results=results, **arms)
     assert written(results, "phenomena")["rows"] == rows
+
+
+def test_the_expert_of_one_function_of_code_is_right():
+    from bench.easy_code import EasyCode
+    tasks = EasyCode._tasks("train", 20, 0)
+    assert len(tasks) == 20 and {task["entry_point"] for task in tasks} == {"sum_above"}
+    env = EasyCode()
+    env.reset(**tasks[0])
+    while calls := env._expert():
+        getattr(env, calls[0]["name"])(**calls[0]["arguments"])
+    assert env._check()
 
 
 def test_the_task_of_clues_pays_for_looking():

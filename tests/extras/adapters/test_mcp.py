@@ -214,7 +214,7 @@ def test_a_server_that_dies_ends_the_run_without_isolate_too(place):
         session.results()
 
 
-@pytest.mark.parametrize("code, kind", [(-32602, ValueError), (-32600, RuntimeError), (-32603, RuntimeError)], ids=["arguments", "no such session", "502"])
+@pytest.mark.parametrize("code, kind", [(-32602, ValueError), (0, ValueError), (-32600, RuntimeError), (-32603, RuntimeError)], ids=["arguments", "a handler", "no such session", "502"])
 def test_what_no_argument_can_help_is_counted_as_a_fault(code, kind):
     """isolate ends a run after ten in a row; wrong arguments are the model's affair."""
     async def call_tool(name, arguments):

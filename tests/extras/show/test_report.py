@@ -198,7 +198,7 @@ def test_a_turns_state_is_that_of_gigpo(tmp_path):
     """One number where credits.states_of says the same, be it the environment's `_state()` or what the turn answers."""
     from agent import Trajectory
     from extras.zoo.credits import states_of
-    rows = [episode(calls=["a", "b"]), episode(calls=["a"]), episode(calls=["a", "b"], states=["x", "y", "x"])]
+    rows = [episode(calls=["a", "b"]), episode(calls=["a"]), episode(calls=["a", "b"], states=["x", "y", "x"]), episode(calls=["a", "b"], states=["x"])]
     for row in rows:  # a tool's result is one token, the same for the same text
         row["token_ids"][4::3] = [70] * (len(row["rewards"]) - 1)
     rows[1]["messages"][2]["content"], rows[1]["token_ids"][4] = "does not fit", 71
@@ -206,7 +206,7 @@ def test_a_turns_state_is_that_of_gigpo(tmp_path):
     shown = [state for e in episodes_of(folder(tmp_path, episodes=rows)) for state in e["states"]]
     assert max(shown) == len(set(shown)) - 1  # small numbers, which take little of the page
     stated = [state for row in rows for state in states_of(Trajectory(rewards=row["rewards"], messages=row["messages"], info=row["info"]))]
-    assert len(shown) == len(stated) == 8 and [shown.index(x) for x in shown] == [stated.index(x) for x in stated] == [0, 1, 1, 0, 4, 5, 6, 5]
+    assert len(shown) == len(stated) == 11 and [shown.index(x) for x in shown] == [stated.index(x) for x in stated] == [0, 1, 1, 0, 4, 5, 6, 5, 5, 9, 10]
 
 
 @pytest.mark.parametrize("rewards, weights", [
