@@ -400,3 +400,19 @@ def test_a_config_file_names_no_code_unless_the_command_line_repeats_it(tmp_path
         assert parse(module.Config, ["--env", "gsm8k", "--config", str(path)]).env == "gsm8k"
     path.write_text("env: equations,gsm8k\n")
     assert parse(module.Config, ["--config", str(path)]).env == "equations,gsm8k"
+
+
+def test_agent_takes_the_home_folder_as_training_does(monkeypatch, tmp_path):
+    """A shell leaves the ~ of --model_path=~/run to the program."""
+    import talk
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert talk.Config(model_path="~/run").model_path == grpo.Config(output_dir="~/run").output_dir == f"{tmp_path}/run"
+
+
+def test_a_file_of_an_environment_may_begin_with_a_byte_order_mark(tmp_path):
+    """Editors of Windows write one, and Python reads it."""
+    command_line = pytest.importorskip("extras.hints.command_line")
+    (tmp_path / "mine.py").write_text("class Mine:\n    def reset(self): pass\n", encoding="utf-8-sig")
+    command_line._check_file(f"{tmp_path}/mine.py:Mine")
+    with pytest.raises(UserError, match="name a class of the file: .*mine.py:Mine"):
+        command_line._check_file(f"{tmp_path}/mine.py:Other")
