@@ -131,9 +131,8 @@ def school(config, folder, start="tiny", plays=True, change=None):
             change(t)
     episodes = [t for t in episodes if len(t.token_ids) <= limits.max_tokens and 1 in t.loss_mask]
     if not episodes:
-        raise UserError(f"--env {config.env}: no demonstration can teach the tiny model: each is "
-                        f"longer than the {limits.max_tokens} tokens of the environment's limits, "
-                        "or a fault ended it, or no turn of it is right")
+        raise UserError(f"--env {config.env}: no demonstration to learn from: each had a fault, no "
+                        f"right turn, or more than the {limits.max_tokens} tokens of its `limits`")
     imitate(model, episodes, config.seed)
     unfinished = folder.with_name(f".tmp-{folder.name}")
     model.save_pretrained(unfinished)

@@ -170,17 +170,14 @@ def without_faults(trajectories: list) -> list:
 
 
 def shift_and_scale(trajectories: list, config):
-    """Set reward = (reward - bias) x scaling, for training and its logs.
+    """Set reward = (reward - bias) x scaling, for training and its logs. The end pays the bias.
 
-    The last turn gets the bias, as if the end had paid it: every return-to-go is lower by as much.
     The "reward" of a tool's message stays what the environment paid for that call.
     """
-    bias, scaling = config.reward_bias, config.reward_scaling
     for t in trajectories:
-        last = len(t.rewards) - 1
-        t.rewards = [(reward - bias * (turn == last)) * scaling
-                     for turn, reward in enumerate(t.rewards)]
-        t.reward = (t.reward - bias) * scaling
+        biases = [0.0] * (len(t.rewards) - 1) + [config.reward_bias]  # all returns-to-go get it
+        t.rewards = [(r - bias) * config.reward_scaling for r, bias in zip(t.rewards, biases)]
+        t.reward = (t.reward - config.reward_bias) * config.reward_scaling
 
 
 def group_shares(batch, advantages):

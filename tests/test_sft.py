@@ -154,7 +154,7 @@ class Long:
     def _tasks(split, n, seed): return [{"question": str(i)} for i in range(5)]
 """)
     config = grpo.Config(output_dir=str(tmp_path / "run"), env=f"{tmp_path}/long.py:Long", eval_tasks=0)
-    with pytest.raises(UserError, match="no demonstration can teach the tiny model: each is longer than the 2048 tokens"):
+    with pytest.raises(UserError, match="no demonstration to learn from: each had a fault, no right turn, or more than the 2048 tokens"):
         schooling.teach_tiny(config, Run(config, "grpo"))
 
 
