@@ -119,7 +119,7 @@ def table(summary) -> list[list]:
     return rows
 
 
-def measure(args, name, runs, choices, play, settings):
+def measure(args, name, runs, choices, play, settings, **more):
     """Do the runs that have no row yet, print the table of all that were done, write NAME.json."""
     for seed in args.seeds:
         for run in args.only:
@@ -129,7 +129,8 @@ def measure(args, name, runs, choices, play, settings):
     summary = summarize(rows, choices)
     for line in table(summary):
         print(*line, sep=" | ")
-    report(args, name, settings=fingerprint(settings), steps=args.steps, summary=summary, rows=rows)
+    report(args, name, settings=fingerprint(settings), steps=args.steps, summary=summary, rows=rows,
+           **more)
 
 
 def main(argv=None):

@@ -112,7 +112,8 @@ def play(args, run, seed):
 
 def main(argv=None):
     args = arguments(__doc__, RUNS, "defaults_gsm8k", argv, steps=STEPS)
-    measure(args, "defaults_gsm8k", RUNS, CHOICES, play, settings(args.steps))
+    exam = f"all of the easy set's test problems, {SAMPLES} episodes of each"
+    measure(args, "defaults_gsm8k", RUNS, CHOICES, play, settings(args.steps), exam=exam)
 
 
 if __name__ == "__main__":
