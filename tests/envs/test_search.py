@@ -207,7 +207,7 @@ def test_words_of_other_languages_are_found(text, query):
 def test_a_corpus_without_documents_and_a_question_without_corpus_are_refused(tmp_path):
     with pytest.raises(UserError, match="no documents; give a folder"):
         envs.with_options(Search, {"corpus": str(tmp_path)})().reset("What?", "this")
-    with pytest.raises(UserError, match="No such file or directory"):
+    with pytest.raises(UserError, match="none.jsonl: no such file or folder"):
         envs.with_options(Search, {"corpus": str(tmp_path / "none.jsonl")})().reset("What?", "this")
     with pytest.raises(UserError, match="corpus=PATH"):
         Search().reset("What?", "this")
@@ -242,7 +242,7 @@ def test_the_command_line_needs_documents_and_questions_together(tmp_path):
         env._expert()  # not the question as its own answer
     with pytest.raises(UserError, match="give --env_options corpus=PATH"):
         load_tasks("search", "test", None, 0, *options)
-    with pytest.raises(UserError, match="No such file or directory"):
+    with pytest.raises(UserError, match="none.jsonl: no such file or folder"):
         load_tasks("search", "test", None, 0, *options, {"corpus": str(tmp_path / "none.jsonl")})
     with pytest.raises(UserError, match="--tasks questions.jsonl"):
         load_tasks("search", "test", None, 0, env_options={"corpus": str(tmp_path)})
