@@ -112,8 +112,8 @@ def play(args, run, seed):
 
 def main(argv=None):
     args = arguments(__doc__, RUNS, "defaults_gsm8k", argv, steps=STEPS)
-    exam = f"all of the easy set's test problems, {SAMPLES} episodes of each"
-    measure(args, "defaults_gsm8k", RUNS, CHOICES, play, settings(args.steps), exam=exam)
+    measure(args, "defaults_gsm8k", RUNS, CHOICES, play, settings(args.steps),
+            exam=f"the test problems of the easy set, {SAMPLES} episodes of each")
 
 
 if __name__ == "__main__":

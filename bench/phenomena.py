@@ -290,24 +290,18 @@ TABLES = {
     "rounding": ("kept at 1e-06", "kept at 1e-05", "kept at 1e-04", "kept at 1e-03"),
     "forgetting": ("other subject", "trained subject", "KL", "updates"),
 }
-# The panels of an effect's picture: its title, and the curve that it shows of each arm. Another
-# axis than the share of the run is named, and its values are those of a constant of toys.py.
+# The panels of an effect's picture, for those that a page shows: its title, and the curve that it
+# shows of each arm. Another axis than the share of the run is named, and its values are those of a constant of toys.py.
 PANELS = {
     "length": (("tokens of a wrong answer", "curve"),),
     "std": (("chance of hard tasks", "curve"), ("chance of the style paid 0.01", "style curve")),
     "entropy": (("entropy, nats", "curve"), ("chance of the best action", "rare curve")),
-    "entropy_model": (("entropy, nats/token", "entropy"), ("success", "success")),
     "staleness": (("reward", "curve"),),
-    "staleness_model": (("success", "success"),),
     "engine": (("reward", "curve"),),
-    "engine_model": (("success", "success"), ("sampler_gap", "sampler_gap")),
     "credit": (("success", "curve"), ("looks", "looks curve")),
     "credit_clues": (("success", "success"), ("turns", "turns")),
     "credit_hard": (("success", "success"), ("turns", "turns")),
-    "credit_search": (("success", "success"), ("turns", "turns")),
-    "echo": (("reward", "reward"), ("success", "success")),
     "echo_hard": (("reward", "reward"), ("success", "success")),
-    "echo_code": (("reward", "reward"), ("success", "success")),
     "truncation": (("share of answers that are cut", "curve"),),
     "difficulty": (("mean success of all tasks", "curve"),),
     "rounding": (("share of the update that is kept", "curve", "size of a step", "RATES"),),

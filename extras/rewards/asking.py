@@ -157,7 +157,7 @@ class Server:
             return
         kept = self.run.kept if self.run else {}
         name = f"verdicts of {self.name}"
-        if name in kept:  # an earlier one of this run has read them
+        if name in kept:  # an earlier server of this run has read them
             self.known = kept[name]
             return
         self.known = kept[name] = {}

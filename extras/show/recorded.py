@@ -169,7 +169,7 @@ def states_of(row, turns):
     before = [row["token_ids"][context["start"]:context["end"]]
               for context, turn in pairwise(turns) if turn["trained"]]
     states = row["info"].get("states", before)
-    alone = [(row["group_id"], id(row), turn) for turn in range(len(states), len(before))]
+    alone = [(id(row), turn) for turn in range(len(states), len(before))]
     return list(map(str, [*states, *alone]))
 
 

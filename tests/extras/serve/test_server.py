@@ -30,7 +30,7 @@ import agent  # noqa: E402
 import agent_program  # noqa: E402
 import grpo  # noqa: E402
 from core.chat import Chat  # noqa: E402
-from core.config import UserError, mix  # noqa: E402
+from core.config import EnvironmentFault, UserError, mix  # noqa: E402
 from core.engine import Engine, Row  # noqa: E402
 from core.model import save_model  # noqa: E402
 from envs import load  # noqa: E402
@@ -907,6 +907,14 @@ def test_solve_says_what_is_wrong_with_a_reward(served, monkeypatch, reward, say
     served.script[:] = [served.visit.chat.turn("3", [])]
     with pytest.raises(openai.InternalServerError, match=says):
         solve(served, monkeypatch, type("Broken", (served.visit.cls,), {"get_reward": lambda self: reward}))
+
+
+def test_solve_says_that_an_environment_is_gone(served, monkeypatch):
+    def gone(problem):
+        raise EnvironmentFault("mcp:shelf.py: no answer")
+    monkeypatch.setattr(served.server, "begin", gone)
+    with pytest.raises(openai.InternalServerError, match="mcp:shelf.py: no answer"):
+        solve(served, monkeypatch)
 
 
 def test_solve_refuses_a_problem_that_fills_the_context(served, monkeypatch):
