@@ -125,8 +125,8 @@ def bound_primitives():
 def keep_memory():
     """Let glibc keep what is freed, up to 256 MiB at the end of its heap, until `give_back_memory`.
 
-    By itself it gives back all but 8 MiB or so: to fetch the pages again took a tenth to a fifth of
-    the tiny model's step.
+    By itself it gives back all but 8 MiB or so: to fetch 5,000 pages again took about a twentieth
+    of the tiny model's step.
     """
     with suppress(AttributeError, TypeError):  # another C library, and that of Windows
         mallopt = ctypes.CDLL(None).mallopt
