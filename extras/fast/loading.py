@@ -5,7 +5,7 @@ import torch
 
 from core.model import choose_device
 from extras.fast.attention import causal_attention
-from extras.fast.processor import USED, bound_primitives, keep_memory
+from extras.fast.processor import USED, bound_primitives
 
 
 def faster(load_model):
@@ -30,7 +30,6 @@ def prepared_device(name: str | None, train: bool):
         torch.backends.cuda.enable_cudnn_sdp(False)
     if train and device.type == "cpu":
         bound_primitives()
-        keep_memory()
     return device
 
 

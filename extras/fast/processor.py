@@ -18,7 +18,6 @@ from core.run import CONFIG
 # What this layer does. Taken out one by one, bench/layers.py measures what each is worth.
 USED = {"fused", "products"}
 SMALL = 2**15  # weights of a Linear, too few to measure
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 # Torch 2.11 says on a GPU that the thread of its first backward pass had no context yet.
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
@@ -120,18 +119,6 @@ def bound_primitives():
     Its 1,024 entries, which batches of ever new lengths fill, hold over 1 GB.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-
-
-def keep_memory():
-    """Let glibc keep what is freed, up to 256 MiB at the end of its heap, until `give_back_memory`.
-
-    By itself it gives back all but 8 MiB or so: to fetch 5,000 pages again took about a twentieth
-    of the tiny model's step.
-    """
-    with suppress(AttributeError, TypeError):  # another C library, and that of Windows
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_TRIM_THRESHOLD, 2**28)
-        mallopt(M_MMAP_THRESHOLD, 2**25)  # blocks from here on go back at once, as before
 
 
 def give_back_memory():

@@ -1,8 +1,5 @@
 """processor.py: the default of --dtype is what a product of the model's own shape is measured to be faster in."""
 import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -102,30 +99,3 @@ def test_the_shape_is_that_of_the_model_behind_a_path(tmp_path):
 def test_the_clock_measures_both():
     assert all(0 < processor.product_ms(16, 256, 256, dtype) < 10_000 for dtype in (torch.float32, torch.bfloat16))
     assert processor.free_memory() > 2**20
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts faults of Linux, and needs glibc")
-def test_freed_memory_is_kept_until_it_is_given_back():
-    """In a process of its own, whose memory no other test has freed: faults of pages and the resident size."""
-    program = """
-import resource
-from extras.fast.processor import give_back_memory, keep_memory
-import torch
-
-def step():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(2**20) for _ in range(32)]  # 128 MiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-def resident():
-    return 4096 * int(open("/proc/self/statm").read().split()[1])
-
-keep_memory()
-first, second = step(), step()
-kept = resident()
-give_back_memory()
-print(first, second, kept - resident())
-"""
-    out = subprocess.run([sys.executable, "-c", program], cwd=Path(grpo.__file__).parent, capture_output=True, text=True, check=True).stdout
-    first, second, given_back = map(int, out.split())
-    assert first > 30_000 and second < first / 10 and given_back > 100 * 2**20
