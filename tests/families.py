@@ -165,5 +165,7 @@ REFUSED = {"idefics3", "llava_next", "smolvlm"}  # they show text only inside co
 NAMES = list(TEMPLATES) + ["real:" + n for n in REAL if n not in REFUSED]
 # Their prompt opens a thought that their turns write in other tokens, or not at all.
 SEAMED = ("deepseek", "nemotron", "qwen3_5_think", "qwen3_6", "qwen3_8")
-ALL = pytest.mark.parametrize("name", [
-    pytest.param(name, marks=dialects) if name.removeprefix("real:").startswith(SEAMED) else name for name in NAMES])
+# Later versions of templates that are here as well, or those of the same family's other sizes: `pytest -m slow`.
+AGAIN = ("_v2", "_v3", "_v4", "_vl", "_super", "_ultra", "_lightning", "_2507", "llama3_1", "llama3_2", "phi3_5", "diffusion_gemma")
+ALL = pytest.mark.parametrize("name", [pytest.param(name, marks=[
+    *[dialects] * name.removeprefix("real:").startswith(SEAMED), *[pytest.mark.slow] * name.endswith(AGAIN)]) for name in NAMES])

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from families import NAMES, real, small
+from families import AGAIN, NAMES, real, small
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import agent
@@ -123,10 +123,6 @@ def shows_thoughts(chat):
         return chat.turn("", [], thinking=THOUGHT, reasoning_content=THOUGHT) != chat.turn("", [])
     except ValueError as error:  # a prompt that closes the thought (Qwen3.5 without thinking)
         return "do not begin with its generation prompt" not in str(error)
-
-
-# Later versions of templates that are here as well, or those of the same family's other sizes: `pytest -m slow`.
-AGAIN = ("_v2", "_v3", "_v4", "_vl", "_super", "_ultra", "_lightning", "_2507", "llama3_1", "llama3_2", "phi3_5", "diffusion_gemma")
 
 
 @pytest.mark.parametrize("case", ["tiny", *(pytest.param(name, marks=[pytest.mark.slow] * name.endswith(AGAIN)) for name in NAMES)])

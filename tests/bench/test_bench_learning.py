@@ -106,6 +106,7 @@ def test_the_rule_of_the_judge_reads_what_a_model_would_read():
     assert values["score"] == [1.0, 0.8, 0.4, 0.3, 0.4, 1.0] and values["rank"] == [1.0, 2 / 3, 1 / 3, 0.0, 1 / 3, 1.0]
 
 
+@pytest.mark.slow
 def test_judge(out, monkeypatch, capsys):
     printed, result = call_here(judge, out, "environment,rank", monkeypatch, capsys)
     assert set(result["summary"]) == {"environment", "rank"} and result["settings"] != learning.fingerprint(judge.settings())

@@ -447,9 +447,14 @@ def test_the_head_of_the_sampler_is_the_head_of_the_trainer():
         assert (exact.gather(1, torch.tensor(played[0].ids)[1:, None])[:, 0] - torch.tensor(played[0].logprobs[1:]))[at].abs().max() < 1e-4
 
 
+@pytest.fixture(scope="module")
+def smollm2():
+    return load_model(str(SMOLLM2), device="cpu", lora_r=2, lora_target_modules="q_proj")
+
+
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="no .real/smollm2")
-def test_smollm2():
-    model, tokenizer = load_model(str(SMOLLM2), device="cpu", lora_r=2, lora_target_modules="q_proj")
+def test_smollm2(smollm2):
+    model, tokenizer = smollm2
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "2 + 2 =")]
     with torch.no_grad():
         (ids, _), _ = complete(model, prompts, max_new_tokens=8, temperature=0)

@@ -142,7 +142,7 @@ CASES = {
 }
 
 
-SLOW = ("sft, full", "sft, AdamW on the host", "sft, tiny, LoRA", "grpo, full", "reward_weighted, full")  # what they show, others of them show nearly
+SLOW = ("sft, full", "dpo, full", "reward_weighted, LoRA", "sft, AdamW on the host", "sft, tiny, LoRA", "grpo, full", "reward_weighted, full")  # what they show, others of them show nearly
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])

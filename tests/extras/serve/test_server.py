@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ openai = pytest.importorskip("openai")
 
 import uvicorn  # noqa: E402
 from families import CALLS, TEMPLATES, TOOLS, real, small  # noqa: E402
-from programs import ROOT, Program  # noqa: E402
+from programs import ROOT, Program, run as run_program  # noqa: E402
 
 import agent  # noqa: E402
 import agent_program  # noqa: E402
@@ -994,8 +993,7 @@ def client_of(program):
             time.sleep(0.05)
 
 
-def test_without_fastapi_one_line_says_what_to_install(tmp_path):
-    (tmp_path / "fastapi.py").write_text("raise ImportError('No module named fastapi')")
-    done = subprocess.run([sys.executable, "agent.py", "--serve"], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+def test_without_fastapi_one_line_says_what_to_install():
+    code = "import runpy, sys; sys.modules['fastapi'] = None; sys.argv = ['agent.py', '--serve']; runpy.run_path('agent.py', run_name='__main__')"
+    done = run_program("-c", code, cwd=ROOT)
     assert done.returncode == 2 and "pip install -U fastapi uvicorn" in done.stderr and "Traceback" not in done.stderr
