@@ -59,8 +59,8 @@ def exam(model, tokenizer, tasks=TASKS) -> dict:
 
 def series(folder, name) -> list[float]:
     """Return a metric of a run of grpo.py, step by step; [] if the run logs none of that name."""
-    with open(Path(folder) / "metrics.jsonl") as file:
-        lines = [json.loads(line) for line in file]
+    path = Path(folder) / "metrics.jsonl"  # which a run of no steps does not write
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return [round(line[name], 4) for line in lines if name in line]
 
 
