@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import RESULTS, fingerprint  # noqa: E402
 
+# A test has a folder of its own for both.
+PICTURES = ROOT / "docs" / "lessons" if RESULTS == ROOT / "bench" / "results" else RESULTS
+
 
 def file_of(number) -> Path:
     """Return the file of the lesson of this number, such as "02"."""
@@ -60,9 +63,7 @@ def main():
             rows[seed] = run(path, seed)
             if seed == min(rows):
                 picture = ROOT / "runs" / "lessons" / f"{path.stem}.svg"
-                pages = ROOT / "docs" / "lessons"
-                pages.mkdir(parents=True, exist_ok=True)
-                shutil.copy(picture, pages)
+                shutil.copy(picture, PICTURES)
             result = {"command": f"python bench/lessons.py {number}", "date": str(date.today()),
                       "machine": rows[seed]["machine"], "settings": today,
                       "runs": [rows[key] for key in sorted(rows)]}

@@ -123,7 +123,7 @@ def resident_mb():
 
 def ten_thousand_calls():
     envs.ENVS["hostile"], agent.make_engine = f"{__name__}:Hostile", Engine
-    limits, threads, sizes = Limits(99, 10**6, 10**7, 10**6, 10**7, 60.0), threads_alive(), []
+    limits, threads, sizes = Limits(99, 10**6, 10**7, 10**6, 10**7, tool_timeout=60.0), threads_alive(), []
     COUNT.clear()
     for part in range(12):  # the first two warm up
         for t in rollout(MODEL, TOKENIZER, "hostile", [{}] * 10, limits=limits, step=part):
