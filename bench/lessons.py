@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.learning import RESULTS, fingerprint  # noqa: E402
 
-# A test has a folder of its own for both.
+# A test sets BENCH_RESULTS, and its pictures go there, too.
 PICTURES = ROOT / "docs" / "lessons" if RESULTS == ROOT / "bench" / "results" else RESULTS
 
 

@@ -89,14 +89,13 @@ PROGRAMS = """
 import json, os, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
-base, env, place, *chosen = sys.argv[1:]
+base, env, place = sys.argv[1:]
 import distill, dpo, episodes, grpo, merge, reward_weighted, sft, talk
 episodes.HELD_OUT = 8
 common = dict(model_path=base, eval_tasks=2, env=env, max_turns=2)
 play = dict(max_samples=8, tasks_per_step=2, group_size=2)
 def run(name, act):
-    if name in (chosen or [name]):
-        print("##", json.dumps([name, act()]), flush=True)
+    print("##", json.dumps([name, act()]), flush=True)
 run("grpo", lambda: grpo.train(grpo.Config(**common, **play, max_steps=1, output_dir=f"{place}/grpo"))["steps"])
 run("resume", lambda: grpo.train(grpo.Config(**common, **play, max_steps=2, output_dir=f"{place}/grpo", resume=True))["steps"])
 run("sft", lambda: sft.train(sft.Config(**common, max_samples=8, max_steps=1, output_dir=f"{place}/sft"))["steps"])
@@ -113,8 +112,6 @@ run("agent", play_tasks)
 run("merge", lambda: merge.merge(f"{place}/grpo", f"{place}/merged") or sorted(p.name for p in Path(f"{place}/merged").glob("*.safetensors")))
 """
 EXPECTED = {"grpo": 1, "resume": 2, "sft": 1, "reward_weighted": 1, "distill": 1, "dpo": 1, "dpo, recorded": 1, "agent": 2, "merge": ["model.safetensors"]}
-# What plays, learns, resumes and talks. The others, without a single layer, are slow tests.
-SHORT = ["grpo", "resume", "sft", "agent"]
 
 
 def copy_without(folder, place):
@@ -135,23 +132,22 @@ def test_the_tests_of_core_pass_without_layers(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results", "extras"))
     for name in ("pyproject.toml", ".real"):
         (tmp_path / name).symlink_to(ROOT / name)
-    # What takes most of the time tests texts alone, or an engine that the suite runs without layers, too: they do not change it.
-    left_out = ("any_text", "dora", "hostile", "layers", "linear_time", "lora_merged", "never_raises", "peft", "real_tokenizers", "round_trips",
-                "slots_order", "smollm2", "spelled_tokens", "transformers_greedy")
+    # What takes most of the time tests texts alone, or core's engine, which the suite runs as well.
+    left_out = ("any_text", "hostile", "[layers", "linear_time", "lora_merged", "never_raises", "real_tokenizers", "round_trips", "slots_order",
+                "smollm2", "spelled_tokens", "transformers_greedy")
     words = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "tests/core", "-k", " and ".join(f"not {name}" for name in left_out)]
     ended = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=programs.environment(), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
-@pytest.mark.parametrize("folder, chosen", [("extras", list(EXPECTED)), *((f"extras/{name}", SHORT) for name in LAYERS), *(
-    pytest.param(f"extras/{name}", list(EXPECTED), marks=pytest.mark.slow) for name in LAYERS)])
-def test_a_layer_can_be_deleted(folder, chosen, schooled, python, tmp_path):
+@pytest.mark.parametrize("folder", ["extras", *(f"extras/{name}" for name in LAYERS)])
+def test_a_layer_can_be_deleted(folder, schooled, python, tmp_path):
     """The five programs, agent.py, --resume and lora.py merge run without it."""
     copy_without(folder, tmp_path)
-    ended = python("-c", PROGRAMS, schooled, bandit.ENV, tmp_path / "runs", *chosen, cwd=tmp_path)
+    ended = python("-c", PROGRAMS, schooled, bandit.ENV, tmp_path / "runs", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr[-2000:]
     shown = dict(json.loads(line[3:]) for line in ended.stdout.splitlines() if line.startswith("## "))
-    assert shown == {name: EXPECTED[name] for name in chosen}
+    assert shown == EXPECTED
 
 
 ASKED = [  # a layer, what asks for it, and the words of the one line that answers

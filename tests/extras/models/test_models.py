@@ -391,7 +391,7 @@ def plain_model_of(model, folder):
     return plain
 
 
-@pytest.mark.parametrize("family", some("llama", "qwen3_next", "gemma3n", "gpt_oss", "deepseek_v3"))
+@pytest.mark.parametrize("family", some("llama", "qwen3_moe", "qwen3_next", "gemma3n", "gpt_oss", "deepseek_v3"))
 def test_memory_techniques_change_no_gradient(family, tmp_path):
     """Of the weights that they keep; `stream` computes what `small` does. Experts are read in their order, 10 after 9."""
     save_text(family, tmp_path, **({"num_local_experts": 12} if family == "qwen3_moe" else {}))
